@@ -1,0 +1,1 @@
+"""TELLS other processes what the cache holds, over ZeroMQ."""

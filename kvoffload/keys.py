@@ -1,0 +1,345 @@
+"""Names of blocks: `OffloadKey`, `hash_blocks`, `BlockInfo`, `BlockChain`.
+
+Theory of operation. An *engine block* is `block_size` tokens. Its hash covers its tokens and everything before them, so
+equal hashes mean equal prefixes. An *offloaded block* is `factor` engine blocks; its key is the hash of its **last**
+engine block followed by the 4-byte KV-cache group index. Only full blocks have hashes; a tail has none.
+
+The hash chain, byte for byte (`enc` is the canonical encoding of :func:`encode_extra`)::
+
+    root     = sha256(b"kvoffload.chain.v1\\0" + enc(lora_name) + enc(cache_salt))
+    hash[i]  = sha256(parent + tokens[i] as little-endian uint32 each + enc(extra_keys[i]))      parent of block 0 = root
+    a hash whose last 8 bytes are all zero gets 1 as its last byte: 0 is not a block hash on the events feed
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NewType
+
+from kvoffload.errors import UsageError
+
+OffloadKey = NewType("OffloadKey", bytes)
+"""Block hash followed by the KV-cache group index, 4 bytes big-endian. Reference, chapter 1.1."""
+
+BlockHash = NewType("BlockHash", bytes)
+"""Hash of one engine block and all before it: 32 bytes from `hash_blocks`, or an engine's own bytes."""
+
+_GROUP_BYTES = 4
+_MAX_TOKEN = 0xFFFF_FFFF
+_CHAIN_TAG = b"kvoffload.chain.v1\0"
+
+
+def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
+    """Pack a block hash and a group index into an `OffloadKey`.
+
+    Raises:
+        UsageError: `group_idx` does not fit in an unsigned 32-bit integer.
+    """
+    if not 0 <= group_idx <= _MAX_TOKEN:
+        raise UsageError(f"group_idx must fit in 4 bytes, got {group_idx}")
+    return OffloadKey(block_hash + group_idx.to_bytes(_GROUP_BYTES, "big"))
+
+
+def get_offload_block_hash(key: OffloadKey) -> BlockHash:
+    """Return the block hash inside `key`."""
+    return BlockHash(key[:-_GROUP_BYTES])
+
+
+def get_offload_group_idx(key: OffloadKey) -> int:
+    """Return the KV-cache group index inside `key`."""
+    return int.from_bytes(key[-_GROUP_BYTES:], "big")
+
+
+def encode_extra(value: object) -> bytes:
+    """Encode what else identifies a block (salt, LoRA name, multimodal hashes), the same in every process.
+
+    `None` is `N`, a bool `T`/`F`, an int `I`, a float `D`, text `S`, bytes `B`, a tuple or list `L`; all but the first
+    three carry a 4-byte big-endian length (of items for a list).
+
+    Raises:
+        UsageError: `value` holds a type that has no stable encoding.
+    """
+    if value is None:
+        return b"N"
+    if value is True:
+        return b"T"
+    if value is False:
+        return b"F"
+    if isinstance(value, int):
+        return _framed(b"I", str(int(value)).encode())
+    if isinstance(value, float):
+        return _framed(b"D", value.hex().encode())
+    if isinstance(value, str):
+        return _framed(b"S", value.encode())
+    if isinstance(value, bytes | bytearray | memoryview):
+        return _framed(b"B", bytes(value))
+    if isinstance(value, tuple | list):
+        return b"L" + len(value).to_bytes(4, "big") + b"".join(encode_extra(item) for item in value)
+    raise UsageError(f"extra keys may hold None, bool, int, float, str, bytes and tuples of them, got {value!r}")
+
+
+def _framed(tag: bytes, body: bytes) -> bytes:
+    return tag + len(body).to_bytes(4, "big") + body
+
+
+def chain_root(lora_name: str | None = None, cache_salt: str | bytes | None = None) -> BlockHash:
+    """Return the parent of block 0: it keeps LoRA adapters and salted tenants apart."""
+    return BlockHash(hashlib.sha256(_CHAIN_TAG + encode_extra(lora_name) + encode_extra(cache_salt)).digest())
+
+
+def hash_blocks(
+    token_ids: Sequence[int] | array.array[int],
+    block_size: int,
+    *,
+    lora_name: str | None = None,
+    cache_salt: str | bytes | None = None,
+    extra_keys: Sequence[tuple[Any, ...] | None] | None = None,
+    parent: bytes | None = None,
+) -> list[BlockHash]:
+    """Return the hash of each full block of `token_ids`; the format is in the module's docstring.
+
+    Args:
+        token_ids: Tokens of the whole sequence, or of its continuation when `parent` is given.
+        block_size: Tokens in one block.
+        lora_name: Adapter name; part of the root, so ignored when `parent` is given.
+        cache_salt: Tenant salt; part of the root, so ignored when `parent` is given.
+        extra_keys: Per block, what else identifies it (multimodal hashes); missing entries count as None.
+        parent: Hash of the block before `token_ids[0]`.
+
+    Raises:
+        UsageError: `block_size` is not positive, or a token is not an integer in [0, 2**32).
+    """
+    if block_size < 1:
+        raise UsageError(f"block_size must be positive, got {block_size}")
+    raw = _token_bytes(token_ids)
+    extras = extra_keys or ()
+    step = 4 * block_size
+    current = bytes(parent) if parent is not None else chain_root(lora_name, cache_salt)
+    hashes: list[BlockHash] = []
+    for index in range(len(raw) // step):
+        extra = extras[index] if index < len(extras) else None
+        current = hashlib.sha256(current + raw[index * step : (index + 1) * step] + encode_extra(extra)).digest()
+        if not any(current[-8:]):
+            current = current[:-1] + b"\x01"
+        hashes.append(BlockHash(current))
+    return hashes
+
+
+def _token_array(token_ids: Iterable[int]) -> array.array[int]:
+    try:
+        return array.array("I", token_ids)
+    except (TypeError, OverflowError, ValueError) as error:
+        raise UsageError(f"token ids must be integers in [0, 2**32): {error}") from None
+
+
+def _token_bytes(token_ids: Sequence[int] | array.array[int]) -> bytes:
+    tokens = token_ids if isinstance(token_ids, array.array) else _token_array(token_ids)
+    if tokens.typecode != "I":
+        tokens = _token_array(tokens)
+    if _BIG_ENDIAN:
+        tokens = array.array("I", tokens)
+        tokens.byteswap()
+    return tokens.tobytes()
+
+
+_BIG_ENDIAN = array.array("I", [1]).tobytes()[0] == 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """What an indexer must know to index one offloaded block by its tokens.
+
+    Attributes:
+        block_hashes: Hashes of its engine blocks, in order; the last one names the offloaded block.
+        parent_hash: Hash of the engine block before the first one; None for the first of a sequence.
+        token_ids: Tokens of all its engine blocks: `len(block_hashes) * block_size` of them.
+        block_size: Tokens in one *engine* block.
+        lora_name: Adapter name.
+        extra_keys: Per engine block what else went into its hash (LoRA name, multimodal hashes, salt); None: nothing.
+        salted: A cache salt went into the chain: without `extra_keys` such a block is never announced.
+        kind: KV cache spec kind of its group, as vLLM names it.
+        sliding_window: Window in tokens, for sliding-window groups.
+    """
+
+    block_hashes: tuple[bytes, ...]
+    parent_hash: bytes | None
+    token_ids: tuple[int, ...]
+    block_size: int
+    lora_name: str | None = None
+    extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
+    salted: bool = False
+    kind: str = "full_attention"
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """How one KV-cache group cuts a sequence: tokens per engine block, and engine blocks per offloaded block."""
+
+    block_size: int
+    factor: int = 1
+    kind: str = "full_attention"
+    sliding_window: int | None = None
+
+
+class BlockChain:
+    """Token ids of one sequence, cut in engine blocks, with their keys, parents and `BlockInfo`.
+
+    Append-only, pure and picklable; derived once, so the lists of one sequence cannot disagree. Counts are engine
+    blocks of group 0 unless a group is named. With `block_hashes` the engine's own hashes are taken (one for each
+    `hash_block_size` tokens, where that is the smallest block size of all groups) and nothing is hashed here.
+
+    Args:
+        groups: Layout per KV-cache group; every block size must be a multiple of the smallest.
+        token_ids: First tokens; more come with `extend`.
+        lora_name: Adapter name, part of every hash.
+        cache_salt: Tenant salt, part of every hash.
+        extra_keys: Per hash block, what else identifies it (multimodal hashes).
+        block_hashes: The engine's own hash per hash block, instead of ours.
+
+    Raises:
+        UsageError: Groups that cannot be aligned, tokens out of range, or a hash that is no bytes.
+    """
+
+    __slots__ = (
+        "_extra", "_given", "_group_keys", "_hashes", "_root", "_tokens", "cache_salt", "groups", "hash_block_size",
+        "lora_name",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        groups: Sequence[GroupLayout],
+        token_ids: Iterable[int] = (),
+        *,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        extra_keys: Sequence[tuple[Any, ...] | None] | None = None,
+        block_hashes: Sequence[bytes] | None = None,
+    ) -> None:
+        if not groups:
+            raise UsageError("a chain needs at least one KV-cache group")
+        self.groups = tuple(groups)
+        self.hash_block_size = min(group.block_size for group in self.groups)
+        for group in self.groups:
+            if group.factor < 1 or group.block_size < 1 or group.block_size % self.hash_block_size:
+                raise UsageError(f"group {group} cannot be cut in blocks of {self.hash_block_size} tokens")
+        self.lora_name = lora_name
+        self.cache_salt = cache_salt
+        self._extra: list[tuple[Any, ...] | None] = list(extra_keys or ())
+        self._root = chain_root(lora_name, cache_salt)
+        self._tokens: array.array[int] = array.array("I")
+        self._hashes: list[BlockHash] = []
+        self._given = block_hashes is not None
+        self._group_keys: list[list[OffloadKey]] = [[] for _ in self.groups]
+        self.extend(token_ids, block_hashes=block_hashes)
+
+    def extend(
+        self,
+        token_ids: Iterable[int],
+        *,
+        block_hashes: Sequence[bytes] | None = None,
+        extra_keys: Sequence[tuple[Any, ...] | None] | None = None,
+    ) -> range:
+        """Append tokens; return the indices of the engine blocks (group 0) that this call completed.
+
+        Args:
+            token_ids: Next tokens of the sequence.
+            block_hashes: Next hashes, for a chain made with the engine's own.
+            extra_keys: Extra keys of the next hash blocks.
+
+        Raises:
+            UsageError: Tokens out of range, a hash that is no bytes, hashes for a chain that hashes itself, or the
+                reverse. The chain is unchanged.
+        """
+        fresh = token_ids if isinstance(token_ids, array.array) else _token_array(token_ids)
+        if block_hashes is not None and not self._given:
+            raise UsageError("this chain hashes its tokens itself: it takes no block_hashes")
+        given = [self._checked_hash(value) for value in block_hashes or ()]
+        before = self.num_blocks
+        if extra_keys is not None:
+            self._extra.extend(extra_keys)
+        self._tokens.extend(fresh)
+        if self._given:
+            self._hashes.extend(given)
+        else:
+            done = len(self._hashes)
+            tail = self._tokens[done * self.hash_block_size :]
+            if len(tail) >= self.hash_block_size:
+                parent = self._hashes[-1] if done else self._root
+                self._hashes += hash_blocks(tail, self.hash_block_size, extra_keys=self._extra[done:], parent=parent)
+        self._grow_keys()
+        return range(before, self.num_blocks)
+
+    @staticmethod
+    def _checked_hash(value: bytes) -> BlockHash:
+        if not isinstance(value, bytes) or not value:
+            raise UsageError(f"a block hash must be non-empty bytes, got {value!r}")
+        return BlockHash(value)
+
+    def _grow_keys(self) -> None:
+        for group_idx, (group, keys) in enumerate(zip(self.groups, self._group_keys, strict=True)):
+            per_key = group.factor * (group.block_size // self.hash_block_size)
+            for index in range(len(keys), len(self._hashes) // per_key):
+                keys.append(make_offload_key(self._hashes[(index + 1) * per_key - 1], group_idx))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, the unfinished tail included; what the hashes cover when no tokens were given."""
+        return max(len(self._tokens), len(self._hashes) * self.hash_block_size)
+
+    @property
+    def num_blocks(self) -> int:
+        """Full engine blocks of group 0."""
+        return self.num_blocks_of(0)
+
+    def num_blocks_of(self, group_idx: int) -> int:
+        """Return the number of full engine blocks of one group."""
+        return len(self._hashes) * self.hash_block_size // self.groups[group_idx].block_size
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Tokens so far (empty for a chain made of hashes alone)."""
+        return self._tokens
+
+    def keys(self, group_idx: int = 0) -> Sequence[OffloadKey]:
+        """Return the keys of all full *offloaded* blocks of one group, in order. Do not modify."""
+        return self._group_keys[group_idx]
+
+    def block_hashes(self, group_idx: int = 0) -> list[BlockHash]:
+        """Return the hash of each full engine block of one group."""
+        step = self.groups[group_idx].block_size // self.hash_block_size
+        return self._hashes[step - 1 :: step]
+
+    def info(self, index: int, group_idx: int = 0) -> BlockInfo | None:
+        """Return what describes offloaded block `index` of a group; None when the chain has no tokens for it."""
+        group = self.groups[group_idx]
+        step = group.block_size // self.hash_block_size
+        first, count = index * group.factor, group.factor
+        tokens = self._tokens[first * group.block_size : (first + count) * group.block_size]
+        if not 0 <= index < len(self._group_keys[group_idx]) or len(tokens) < count * group.block_size:
+            return None
+        hashes = self._hashes
+        extras = tuple(self._extra_of(block, step) for block in range(first, first + count))
+        return BlockInfo(
+            block_hashes=tuple(hashes[(block + 1) * step - 1] for block in range(first, first + count)),
+            parent_hash=hashes[first * step - 1] if first else None,
+            token_ids=tuple(tokens),
+            block_size=group.block_size,
+            lora_name=self.lora_name,
+            extra_keys=extras if any(extra is not None for extra in extras) else None,
+            salted=self.cache_salt is not None and first == 0,
+            kind=group.kind,
+            sliding_window=group.sliding_window,
+        )
+
+    def _extra_of(self, block: int, step: int) -> tuple[Any, ...] | None:
+        """Return the extra keys of one engine block in vLLM's order: adapter, multimodal, salt (first block only)."""
+        parts: list[Any] = [self.lora_name] if self.lora_name is not None else []
+        for extra in self._extra[block * step : (block + 1) * step]:
+            parts.extend(extra or ())
+        if block == 0 and self.cache_salt is not None:
+            parts.append(self.cache_salt)
+        return tuple(parts) or None

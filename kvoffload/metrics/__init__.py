@@ -1,0 +1,1 @@
+"""COUNTS: the metric catalog, its collector and its exposition."""

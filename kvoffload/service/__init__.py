@@ -1,0 +1,1 @@
+"""JOINS AND WAITS: the synchronous engine and the asyncio service on top of it."""

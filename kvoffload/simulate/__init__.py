@@ -1,0 +1,1 @@
+"""Traces in, hit ratios out: the same manager code as in production."""

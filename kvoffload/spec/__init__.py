@@ -1,0 +1,1 @@
+"""From configuration to manager and handlers."""

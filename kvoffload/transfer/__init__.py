@@ -1,0 +1,1 @@
+"""MOVES bytes: submit and poll never wait."""

@@ -1,0 +1,83 @@
+"""The handler's contract: `OffloadingHandler`, `TransferResult`, `TransferSpec`. Reference, chapter 9.1.
+
+Submitting and polling never wait. Transfers of one handler run in the order of submission. A copy that fails is a
+result with `success=False` and its error; a submission that cannot be made returns False or raises, and then no byte
+moves for that job.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NewType
+
+from kvoffload.manager.specs import LoadStoreSpec
+
+JobId = NewType("JobId", int)
+TransferSpec = tuple[LoadStoreSpec, LoadStoreSpec]
+"""Source and destination."""
+TransferType = tuple[str, str]
+"""Source medium and destination medium."""
+
+HOST_VISIBLE: Literal["host-visible"] = "host-visible"
+Ready = Literal["host-visible"] | Any
+"""When a source may be read, or a destination overwritten: `"host-visible"` (now), or an event recorded after the last
+write: on CUDA a `torch.cuda.Event`, on the host backend anything with `wait(timeout) -> bool`."""
+
+
+@dataclass(slots=True)
+class TransferResult:
+    """How one transfer ended.
+
+    Attributes:
+        job_id: The caller's id.
+        success: All bytes were copied.
+        transfer_size: Bytes copied.
+        transfer_time: Seconds from the copy's start to its end.
+        transfer_type: Source and destination medium.
+        queue_time: Seconds from submission to the copy's start.
+        error: Why it failed.
+    """
+
+    job_id: int
+    success: bool
+    transfer_size: int | None = None
+    transfer_time: float | None = None
+    transfer_type: TransferType | None = None
+    queue_time: float | None = None
+    error: BaseException | None = None
+
+
+class OffloadingHandler(ABC):
+    """Moves blocks in one direction, asynchronously.
+
+    One owner thread calls `transfer_async`, `get_finished` and `shutdown`. `notify`, when set, is called without
+    arguments from a handler thread whenever `get_finished` has news; it must return at once.
+    """
+
+    notify: Callable[[], None] | None = None
+
+    @abstractmethod
+    def transfer_async(self, job_id: int, spec: TransferSpec, ready: Ready = HOST_VISIBLE) -> bool:
+        """Queue one transfer; return False if it cannot be queued.
+
+        Args:
+            job_id: The caller's id, unique among unfinished jobs.
+            spec: Source and destination; their arrays are read before the call returns.
+            ready: What the copy must wait for before its first byte.
+
+        Raises:
+            UsageError: The spec does not fit the layout; nothing was queued.
+        """
+
+    @abstractmethod
+    def get_finished(self) -> list[TransferResult]:
+        """Return what finished since the last call, in order of submission."""
+
+    @abstractmethod
+    def wait(self, job_ids: set[int]) -> None:
+        """Block until the given jobs have ended; unknown ids count as ended."""
+
+    def shutdown(self) -> None:
+        """Let queued copies end, then release threads and memory; idempotent."""
