@@ -1,4 +1,4 @@
-"""Names of blocks: `OffloadKey`, `hash_blocks`, `BlockInfo`, `BlockChain`.
+r"""Names of blocks: `OffloadKey`, `hash_blocks`, `BlockInfo`, `BlockChain`.
 
 Theory of operation. An *engine block* is `block_size` tokens. Its hash covers its tokens and everything before them, so
 equal hashes mean equal prefixes. An *offloaded block* is `factor` engine blocks; its key is the hash of its **last**
@@ -6,8 +6,9 @@ engine block followed by the 4-byte KV-cache group index. Only full blocks have 
 
 The hash chain, byte for byte (`enc` is the canonical encoding of :func:`encode_extra`)::
 
-    root     = sha256(b"kvoffload.chain.v1\\0" + enc(lora_name) + enc(cache_salt))
-    hash[i]  = sha256(parent + tokens[i] as little-endian uint32 each + enc(extra_keys[i]))      parent of block 0 = root
+    root     = sha256(b"kvoffload.chain.v1\0" + enc(lora_name) + enc(cache_salt))
+    hash[i]  = sha256(parent + tokens[i] as little-endian uint32 each + enc(extra_keys[i]))
+    parent   = the hash before; root for block 0
     a hash whose last 8 bytes are all zero gets 1 as its last byte: 0 is not a block hash on the events feed
 """
 
