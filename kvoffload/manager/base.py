@@ -74,12 +74,14 @@ class PrepareStoreOutput:
         store_spec: Their blocks, in the same order.
         evicted_keys: Keys that made room.
         ticket: Names this reservation; None when nothing was reserved.
+        filtered_keys: Keys that a reuse filter or an admission rule did not let in.
     """
 
     keys_to_store: list[OffloadKey]
     store_spec: LoadStoreSpec
     evicted_keys: list[OffloadKey]
     ticket: int | None = None
+    filtered_keys: list[OffloadKey] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -224,3 +226,13 @@ class EventSink(Protocol):
 
     def describe(self, infos: Mapping[OffloadKey, BlockInfo]) -> None:
         """Take infos of keys that are already held: blocks withheld for want of them are announced now."""
+
+
+class MetricsSink(Protocol):
+    """Where the service counts. Names are those of the metric catalog without prefix and suffix; never raises."""
+
+    def count(self, name: str, amount: int = 1, label: str = "") -> None:
+        """Add to a counter; `label` is the value of its one label, if it has one."""
+
+    def observe(self, name: str, value: float, label: str = "") -> None:
+        """Add one observation to a histogram."""
