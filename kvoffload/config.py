@@ -1,10 +1,26 @@
-"""Configuration models: frozen, unknown keys refused, sizes with units."""
+"""Configuration models: frozen, unknown keys refused, sizes with units.
+
+`OffloadConfig` is the one object that says how a service behaves. It is checked as a whole when it is made; what is
+wrong raises `ConfigError`, never pydantic's own error. `OffloadConfig.load` reads a file, then `KVOFFLOAD_*` variables,
+then arguments; later ones win.
+"""
 
 from __future__ import annotations
 
+import difflib
+import json
+import os
 import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
+from pydantic_core import ErrorDetails
 
 from kvoffload.errors import ConfigError
+from kvoffload.keys import GroupLayout
 
 _UNITS = {
     "": 1, "b": 1,
@@ -12,6 +28,11 @@ _UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_ENV_PREFIX = "KVOFFLOAD_"
+# What Kubernetes injects into every pod for a Service whose name starts with "kvoffload".
+_KUBERNETES_LINK = re.compile(
+    r".*((_|^)SERVICE_(HOST|PORT)(_\w+)?|(_|^)PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
 
 
 def parse_bytes(value: object, *, key: str = "size") -> int:
@@ -20,10 +41,340 @@ def parse_bytes(value: object, *, key: str = "size") -> int:
     Raises:
         ConfigError: The value is no positive whole number of bytes; the message names `key` and the value.
     """
+    try:
+        return _size(value)
+    except ValueError as error:
+        raise ConfigError(f"{key} {error}; got {value!r}") from None
+
+
+def _size(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     if isinstance(value, str) and (match := _SIZE.fullmatch(value)) and (unit := _UNITS.get(match[2].lower())):
-        size = float(match[1]) * unit
+        size = float(match[1]) * unit if "." in match[1] else int(match[1]) * unit
         if size > 0 and size == int(size):
             return int(size)
-    raise ConfigError(f"{key} must be a positive size in bytes, such as 1048576, '512MiB' or '10GB'; got {value!r}")
+    raise ValueError("must be a positive size in bytes, such as 1048576, '512MiB' or '10GB'")
+
+
+def _integer(value: object) -> object:
+    """Accept ints and decimal text; bools and floats are mistakes, not numbers."""
+    if isinstance(value, bool | float) or (isinstance(value, str) and not re.fullmatch(r"\s*-?\d+\s*", value)):
+        raise ValueError("must be a whole number")
+    return value
+
+
+def _real(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("must be a number")  # noqa: TRY004 - pydantic collects ValueErrors
+    return value
+
+
+def _items(value: object) -> object:
+    """Accept `"a,b"` for a list: environment variables hold text."""
+    if isinstance(value, str):
+        return tuple(item.strip() for item in value.split(",") if item.strip())
+    return value
+
+
+def _block_sizes(value: object) -> object:
+    value = _items(value)
+    if isinstance(value, tuple | list):
+        if not value:
+            raise ValueError("must name at least one group")
+        sizes = tuple(_positive(item) for item in value)
+        return sizes[0] if len(sizes) == 1 else sizes
+    return _positive(value)
+
+
+def _positive(value: object) -> int:
+    _integer(value)
+    if not isinstance(value, int | str) or int(value) < 1:
+        raise ValueError("must be a positive whole number of tokens, or one for each KV-cache group")
+    return int(value)
+
+
+Size = Annotated[
+    int,
+    BeforeValidator(_size),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "pattern": _SIZE.pattern}]}
+    ),
+]
+Integer = Annotated[int, BeforeValidator(_integer)]
+Seconds = Annotated[float, BeforeValidator(_real), Field(ge=0, allow_inf_nan=False)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_items)]
+
+
+class _Model(BaseModel):
+    """Frozen model that knows its keys, and whose errors are `ConfigError`."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True, validate_default=False
+    )
+
+    if not TYPE_CHECKING:  # the plugin of mypy derives the signature from the fields
+
+        def __init__(self, **data: object) -> None:
+            try:
+                super().__init__(**data)
+            except ValidationError as error:
+                raise _config_error(type(self), error) from None
+
+    @classmethod
+    def model_validate(cls, obj: object, **_options: object) -> Self:
+        """Return a checked model from a mapping, or the model itself; pydantic's options change nothing here.
+
+        Raises:
+            ConfigError: A key or value is wrong.
+        """
+        if isinstance(obj, cls):
+            return obj
+        if not isinstance(obj, Mapping):
+            raise ConfigError(f"{cls.__name__} needs a mapping of keys to values, got {obj!r}")
+        return cls(**obj)
+
+
+def _config_error(model: type[BaseModel], error: ValidationError) -> ConfigError:
+    return ConfigError("; ".join(_line(model, detail) for detail in error.errors(include_url=False)))
+
+
+def _line(model: type[BaseModel], detail: ErrorDetails) -> str:
+    key = ".".join(str(part) for part in detail["loc"])
+    kind, value = detail["type"], detail["input"]
+    if kind == "extra_forbidden":
+        return _unknown_key(key, model.model_fields)
+    if kind == "missing":
+        purpose = (model.model_fields[key].description or "").split("\n")[0]
+        return f"{key} is missing: {purpose}"
+    nested = detail.get("ctx", {}).get("error")
+    if isinstance(nested, ConfigError):
+        return f"{key}.{nested}" if key else str(nested)
+    if isinstance(nested, ValueError):
+        return f"{key} {nested}; got {_shown(value)}"
+    return f"{key}: {detail['msg'][:1].lower()}{detail['msg'][1:]}; got {_shown(value)}"
+
+
+def _unknown_key(key: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    close = difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.6)
+    return f"{key} is no known key; " + (f"did you mean {close[0]}?" if close else f"known keys: {', '.join(names)}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+class EventsConfig(_Model):
+    """The events feed: where it is published and for whom."""
+
+    endpoint: str = "tcp://127.0.0.1:5557"
+    """ZeroMQ endpoint of the feed; the rank is added to the port."""
+    replay_endpoint: str | None = "tcp://127.0.0.1:5558"
+    """ZeroMQ endpoint that answers replay requests; None: no replay."""
+    bind: bool | Literal["auto"] = True
+    """True binds, False connects, "auto" follows vLLM: it connects unless the host is a wildcard or the path local."""
+    consumer: Literal["vllm", "dynamo", "llm-d", "vllm-router", "aibrix"] = "vllm"
+    """Whom the feed must suit; sets encoding, topic, contiguity and sequence start where they are not given."""
+    pod: str | None = None
+    """Name of this pod in the topic; default: the instance id."""
+    topic: str | None = None
+    """Topic frame; default `kv@<pod>@<model>`."""
+    dp_rank: Integer = Field(default=0, ge=0)
+    """Data-parallel rank in each batch."""
+    media: Annotated[tuple[Literal["GPU", "CPU", "STORAGE"], ...], BeforeValidator(_items)] = ("GPU", "CPU")
+    """Media that are announced."""
+    merge_from: Names = ()
+    """Feeds of the engine that are merged into this one."""
+    encoding: Literal["map", "array"] | None = None
+    """How an event is packed; default: what the consumer reads."""
+    hash_mode: Literal["uint64", "bytes"] = "uint64"
+    """Block hashes as unsigned 64-bit integers, or as their full bytes."""
+    contiguity: Literal["relaxed", "strict"] | None = None
+    """Whether a replay may skip long runs of dead numbers; default: what the consumer bears."""
+    sequence_start: Literal["zero", "epoch"] | None = None
+    """Where a new life's numbers start; default: what the consumer needs."""
+    sole_publisher: bool = True
+    """This is the only feed its consumers have of this worker; False beside the engine's own feed."""
+    batch_window_seconds: Seconds = 0.05
+    """How long events are collected into one batch."""
+    heartbeat_seconds: Seconds = 1.0
+    """Silence after which an empty batch is sent; 0: none."""
+    replay_window: Integer = Field(default=10_000, ge=1)
+    """Sequence numbers that can be replayed one by one."""
+    max_queue_size: Integer = Field(default=100_000, ge=1)
+    """Events that may wait for the sender; beyond it sends are dropped, changes are not."""
+    max_tombstones: Integer = Field(default=1_000_000, ge=0)
+    """Removed blocks remembered for consumers that come back after the window."""
+    max_sequences: Integer = Field(default=5_000_000, ge=1)
+    """Numbers after which a strict feed starts a new life."""
+
+
+def _events(value: object) -> object:
+    """Accept a switch where only the defaults are wanted."""
+    text = value.strip().lower() if isinstance(value, str) else value
+    if text is True or text in ("true", "on", "1"):
+        return EventsConfig()
+    if text is False or text in ("false", "off", "0", ""):
+        return None
+    return value
+
+
+class OffloadConfig(_Model):
+    """How kvoffload offloads: memory, blocks, policy, waits, feed. Frozen and checked as a whole."""
+
+    cpu_bytes_to_use: Size
+    """Host memory for all ranks together, in bytes or with a unit ("8GiB", "10GB")."""
+    gpu_block_size: Annotated[int | tuple[int, ...], BeforeValidator(_block_sizes)]
+    """Tokens in one of the engine's own blocks; one number for each KV-cache group where they differ."""
+    block_size: Integer | None = None
+    """Tokens in one offloaded block, a multiple of gpu_block_size; default: as gpu_block_size."""
+    world_size: Integer = Field(default=1, ge=1)
+    """Ranks that share the host memory."""
+    eviction_policy: str = Field(default="lru", min_length=1)
+    """Name of the cache policy."""
+    store_threshold: Integer = Field(default=0, ge=0)
+    """Requests that must have asked for a block before it is stored; 0 and 1 store everything."""
+    max_tracker_size: Integer = Field(default=64_000, ge=1)
+    """Blocks that the reuse filter counts."""
+    spec_name: str = Field(default="CPUOffloadingSpec", min_length=1)
+    """Name of the offloading spec."""
+    spec_module_path: str | None = None
+    """Module that holds a spec which is not registered."""
+    model_name: str | None = None
+    """Model served: a metrics label and a part of the feed's topic."""
+    instance_id: str | None = None
+    """Name of this instance; default: made from host and process."""
+    pin_memory: Literal["auto", "require", "never"] = "auto"
+    """Page-locked host memory: try and fall back, insist, or never."""
+    pending_wait_seconds: Seconds = 0.2
+    """How long a load waits for blocks that are being written."""
+    load_deadline_seconds: Seconds = 5.0
+    """How long a caller waits for a load's copy."""
+    store_deadline_seconds: Seconds = 30.0
+    """How long a store's copy may take before it counts as hung."""
+    lease_seconds: Seconds = 60.0
+    """How long a lease may hold its blocks."""
+    drain_seconds: Seconds = 10.0
+    """How long closing waits for running copies."""
+    max_inflight_store_bytes: Size = 1 << 30
+    """Bytes of stores that may be queued or running."""
+    max_inflight_load_bytes: Size = 1 << 30
+    """Bytes of loads that may be queued or running."""
+    max_inflight_jobs: Integer = Field(default=1024, ge=1)
+    """Jobs per direction that may be queued or running."""
+    fail_open: bool = True
+    """An unhealthy service serves misses and rejects stores instead of raising."""
+    enabled: bool = True
+    """False starts the service switched off: lookups miss, nothing is stored."""
+    prefill_tokens_per_second: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Prefill speed of the engine: turns loaded tokens into saved seconds."""
+    debug_checks: bool = False
+    """Check the books after each step; slow."""
+    events: Annotated[EventsConfig | None, BeforeValidator(_events)] = None
+    """The events feed; None: off."""
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> Self:
+        sizes = self.gpu_block_sizes
+        unaligned = next((size for size in sizes if size % min(sizes)), None)
+        if unaligned is not None:
+            raise ConfigError(f"gpu_block_size must hold multiples of its smallest; got {unaligned} and {min(sizes)}")
+        if self.block_size is None:
+            return self
+        if len(set(sizes)) > 1:
+            shown = " and ".join(str(size) for size in dict.fromkeys(sizes))
+            raise ConfigError(
+                f"block_size {self.block_size} needs KV-cache groups of one gpu_block_size, got {shown}: leave it out"
+            )
+        unit = sizes[0]
+        if self.block_size < unit or self.block_size % unit:
+            below = max(unit, self.block_size // unit * unit)
+            raise ConfigError(
+                f"block_size must be a positive multiple of gpu_block_size {unit}, such as {below} or {below + unit}; "
+                f"got {self.block_size}"
+            )
+        return self
+
+    @property
+    def gpu_block_sizes(self) -> tuple[int, ...]:
+        """Tokens in an engine block, per KV-cache group."""
+        return (self.gpu_block_size,) if isinstance(self.gpu_block_size, int) else self.gpu_block_size
+
+    @property
+    def block_size_factor(self) -> int:
+        """Engine blocks in one offloaded block."""
+        return 1 if self.block_size is None else self.block_size // self.gpu_block_sizes[0]
+
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens per hash: the smallest engine block of all groups."""
+        return min(self.gpu_block_sizes)
+
+    def group_layouts(self) -> tuple[GroupLayout, ...]:
+        """Return how each KV-cache group cuts a sequence."""
+        return tuple(GroupLayout(size, self.block_size_factor) for size in self.gpu_block_sizes)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str] | None = None, *, env: Mapping[str, str] | None = None, **override: object
+    ) -> Self:
+        """Return the configuration from a file, then `KVOFFLOAD_*` variables, then arguments; later ones win.
+
+        Args:
+            path: A TOML or JSON file, told apart by its suffix.
+            env: Variables; default: the process's. `KVOFFLOAD_EVENTS__ENDPOINT` is `endpoint` of `events`; lists are
+                separated by commas; `none` is None.
+            **override: Keys of this model. A mapping for `events` is merged into what file and variables say.
+
+        Raises:
+            ConfigError: The file cannot be read, or a key or value is wrong.
+        """
+        values: dict[str, Any] = {}
+        sources = (
+            _read_file(Path(path)) if path is not None else {},
+            _read_env(cls, os.environ if env is None else env),
+            override,
+        )
+        for source in sources:
+            _merge(values, source)
+        return cls(**values)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    if path.suffix not in (".toml", ".json"):
+        raise ConfigError(f"{path} must end in .toml or .json")
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a table of keys and values, got {_shown(values)}")
+    return values
+
+
+def _read_env(model: type[BaseModel], env: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, text in env.items():
+        rest = name.removeprefix(_ENV_PREFIX)
+        if rest == name or _KUBERNETES_LINK.fullmatch(rest):
+            continue
+        first, *below = rest.lower().split("__")
+        known = EventsConfig.model_fields if below and first == "events" else model.model_fields
+        leaf = below[0] if below and first == "events" else first
+        if len(below) > (first == "events") or leaf not in known:
+            raise ConfigError(f"{name}: {_unknown_key(rest.lower(), known)}")
+        value = None if text.strip().lower() in ("none", "null") else text
+        _merge(values, {"events": {leaf: value}} if below else {first: value})
+    return values
+
+
+def _merge(values: dict[str, Any], source: Mapping[str, Any]) -> None:
+    for key, value in source.items():
+        below = values.get(key)
+        if isinstance(value, Mapping) and isinstance(below, dict):
+            _merge(below, value)
+        else:
+            values[key] = dict(value) if isinstance(value, Mapping) else value
