@@ -102,7 +102,7 @@ Size = Annotated[
     ),
 ]
 Integer = Annotated[int, BeforeValidator(_integer)]
-Seconds = Annotated[float, BeforeValidator(_real), Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_real)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_items)]
 
 

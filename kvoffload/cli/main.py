@@ -1,0 +1,89 @@
+"""The command `kvoffload`: finds the command that was asked for, and imports nothing else.
+
+A command is a module with `add_arguments(parser)` and `run(args) -> int`; its docstring is its description. `run`
+returns 0 (fine), 1 (a failure was found) or 2 (what was given cannot be used). A group of commands has no `run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+import kvoffload
+from kvoffload.errors import ConfigError, KVOffloadError, TraceError
+
+COMMANDS = {
+    "run": ("kvoffload.cli.run", "drive the service with a trace or the built-in chats, and verify every byte"),
+    "simulate": ("kvoffload.cli.simulate", "hit ratios of policies over capacities, on a trace"),
+    "plan": ("kvoffload.cli.plan", "how much host memory, and what it would bring"),
+    "doctor": ("kvoffload.cli.doctor", "check this machine: memory, /dev/shm, limits, libraries"),
+    "bench": ("kvoffload.cli.bench", "measure one part"),
+    "schema": ("kvoffload.cli.schema", "write the JSON Schemas of configuration and events"),
+    "feed": ("kvoffload.cli.feed", "watch, check and connect the events feed"),
+}
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser that learns its arguments from a command's module, when it is used."""
+
+    module_path: str | None = None
+
+    def parse_known_args(  # type: ignore[override]  # the base class's overloads are about namespaces of other types
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Import the module, then parse."""
+        if self.module_path is not None:
+            module = importlib.import_module(self.module_path)
+            self.module_path = None
+            self.description = (module.__doc__ or "").strip()
+            self.set_defaults(run_command=getattr(module, "run", None))  # a group of commands has none
+            module.add_arguments(self)
+        return super().parse_known_args(args, namespace)
+
+
+def existing(table: Mapping[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    """Return the commands of a table whose module is installed; none is imported."""
+    return {name: entry for name, entry in table.items() if importlib.util.find_spec(entry[0]) is not None}
+
+
+def add_commands(parser: argparse.ArgumentParser, table: Mapping[str, tuple[str, str]]) -> None:
+    """Add the commands of a table to `parser`; a module is imported when its command is the one that runs."""
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=CommandParser)
+    for name, (module_path, summary) in existing(table).items():
+        command = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
+        command.module_path = module_path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="kvoffload",
+        description="Moves an LLM engine's KV-cache blocks to host memory and back.",
+        epilog="Examples:\n  kvoffload run\n  kvoffload run TRACE.jsonl --policy arc --capacity 5% --json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"kvoffload {kvoffload.__version__}")
+    add_commands(parser, COMMANDS)
+    try:
+        args = parser.parse_args(argv)
+        return int(args.run_command(args))
+    except (ConfigError, TraceError) as error:
+        return _complain(parser, error, USAGE)
+    except KVOffloadError as error:
+        return _complain(parser, error, FAILED)
+    except BrokenPipeError:  # the reader of a pipe went away: nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _complain(parser: argparse.ArgumentParser, error: Exception, code: int) -> int:
+    print(f"{parser.prog}: {error}", file=sys.stderr)
+    return code
