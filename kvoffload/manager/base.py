@@ -50,7 +50,10 @@ class RequestOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Length of a prefix: `ready` keys from the start can be loaded, `pending` more are being written."""
+    """Length of a prefix: `ready` keys from the start can be loaded.
+
+    `pending` more are held, but behind one that is being written: when that ends well, `ready + pending` can be loaded.
+    """
 
     ready: int
     pending: int
@@ -90,7 +93,8 @@ class ManagerStats:
 
     Always true: free + writing + ready + detached = capacity; reserved = stored + failed + abandoned +
     reset_while_writing + writing; stored - evicted - discarded - reset_while_ready = ready; hits + misses + pending =
-    lookups. `pinned` is a part of ready, `quarantined` a part of detached.
+    lookups. `pinned` is a part of ready, `quarantined` a part of detached. `stale_completions` counts each key of a
+    completion that had nothing to complete; `refused` the blocks that a refused store would have needed.
     """
 
     capacity: int = 0
@@ -117,6 +121,24 @@ class ManagerStats:
     filtered: int = 0
     stale_completions: int = 0
     policy: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def usage(self) -> float:
+        """Share of the capacity that is not free, 0 to 1; 0.0 without capacity."""
+        return self._share(self.capacity - self.free)
+
+    @property
+    def write_usage(self) -> float:
+        """Share of the capacity that stores hold, 0 to 1."""
+        return self._share(self.writing)
+
+    @property
+    def read_usage(self) -> float:
+        """Share of the capacity that loads hold, 0 to 1."""
+        return self._share(self.pinned)
+
+    def _share(self, blocks: int) -> float:
+        return blocks / self.capacity if self.capacity else 0.0
 
 
 class OffloadingManager(ABC):
@@ -183,18 +205,35 @@ class OffloadingManager(ABC):
 
     # Beyond the reference.
 
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Match:
+        """Look `keys` up in order as `lookup` does, up to and including the first one that is not held; counted."""
+        ready = held = 0
+        for key in keys:
+            found = self.lookup(key, req_context)
+            if found is False:
+                break
+            if ready == held and found:
+                ready += 1
+            held += 1
+        return Match(ready, held - ready)
+
+    def held(self, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
+        """Return those of `keys` that are held, readable or being written: a pure read."""
+        return {key for key in keys if self.match((key,)) != Match(0, 0)}
+
     @abstractmethod
     def match(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> Match:
-        """Return how much of the prefix is ready and pending: a pure read, no count, no recency."""
+        """Return how much of the prefix is ready, and how much more will be: a pure read, no count, no recency."""
 
     @abstractmethod
     def abandon(self, ticket: int, *, copy_running: bool = False, hung: bool = False) -> None:
         """Give a reservation up.
 
         A store's keys disappear (counted `abandoned`), a load's pins go. Without a running copy the memory is free at
-        once; with one it is *detached* until the copy's completion is reported with the same ticket. `hung` (implies
-        a running copy) also counts the blocks as quarantined and, for a load, drops the keys: a removal is announced.
-        Unknown and finished tickets are ignored.
+        once; with one it is *detached* until the copy's completion is reported with the same ticket. A load whose copy
+        runs keeps its pins until that completion: the content stays valid, so its keys stay readable. `hung` (implies
+        a running copy) also counts the blocks as quarantined and, for a load, drops the keys: they are detached,
+        counted `discarded`, and a removal is announced. Unknown and finished tickets are ignored.
         """
 
     @abstractmethod
