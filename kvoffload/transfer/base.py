@@ -76,8 +76,22 @@ class OffloadingHandler(ABC):
         """Return what finished since the last call, in order of submission."""
 
     @abstractmethod
-    def wait(self, job_ids: set[int]) -> None:
-        """Block until the given jobs have ended; unknown ids count as ended."""
+    def wait(self, job_ids: set[int], timeout: float | None = None) -> bool:
+        """Block until the given jobs have ended; return False if that took longer than `timeout` seconds.
 
-    def shutdown(self) -> None:
-        """Let queued copies end, then release threads and memory; idempotent."""
+        Unknown ids count as ended. May be called from any thread.
+        """
+
+    def pending_jobs(self) -> list[int]:
+        """Return the ids of jobs whose copy has not ended, in order of submission; may be called from any thread.
+
+        After `shutdown` these are the copies that outlived its timeout: their memory must stay mapped.
+        """
+        return []
+
+    def shutdown(self, timeout: float = 10.0) -> None:
+        """Let queued copies end, then release threads and memory; idempotent.
+
+        Copies that have not started within `timeout` seconds end as failed without moving a byte; one that is running
+        by then keeps running and stays in `pending_jobs`. Results can still be fetched afterwards.
+        """
