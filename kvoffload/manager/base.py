@@ -37,12 +37,14 @@ class RequestOutcome:
 
     Attributes:
         now_seconds: Monotonic time of the end; None: policies count requests instead.
+        started_seconds: Monotonic time of the start: what returned then had waited until then, not until the end.
         output_tokens: Tokens generated.
         conversation_ended: The embedder knows that this conversation does not go on.
         expected_return_seconds: The embedder's estimate of when the conversation's next request comes.
     """
 
     now_seconds: float | None = None
+    started_seconds: float | None = None
     output_tokens: int | None = None
     conversation_ended: bool = False
     expected_return_seconds: float | None = None

@@ -140,8 +140,11 @@ class CPUOffloadingManager(OffloadingManager):
             self._policy.on_pinned(pinned)
         return CPULoadStoreSpec([block.block_id for block in blocks.values()], ticket)
 
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:  # noqa: ARG002
-        self._policy.touch(keys)
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
+        if req_context is None:
+            self._policy.touch(keys)
+        else:
+            self._policy.touch_request(tuple(keys), req_context)
 
     def complete_load(
         self,

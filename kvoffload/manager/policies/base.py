@@ -83,6 +83,10 @@ class CachePolicy(ABC):
 
     # Hooks: all are optional.
 
+    def touch_request(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:  # noqa: ARG002
+        """A request begins, and these are its keys: `touch` for policies that tell requests apart."""
+        self.touch(keys)
+
     def admit(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:  # noqa: ARG002
         """Return those of `keys` (offered, not held) that are worth storing; called before `evict`."""
         return keys
