@@ -92,6 +92,11 @@ class CPUOffloadingManager(OffloadingManager):
                 stats.pending += 1
         return False if block is None else True if block.ref_cnt >= 0 else None
 
+    def peek(self, key: OffloadKey) -> bool | None:
+        """Return what `lookup` would, without counting: for callers that poll."""
+        block = self._blocks.get(key)
+        return False if block is None else True if block.ref_cnt >= 0 else None
+
     def match(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> Match:  # noqa: ARG002
         get = self._blocks.get
         ready = held = 0
@@ -145,6 +150,10 @@ class CPUOffloadingManager(OffloadingManager):
             self._policy.touch(keys)
         else:
             self._policy.touch_request(tuple(keys), req_context)
+
+    def refresh(self, keys: Collection[OffloadKey]) -> None:
+        """Mark keys, in prefix order, as used now without counting another use: for keys that were only stored."""
+        self._policy.refresh(keys)
 
     def complete_load(
         self,

@@ -72,6 +72,13 @@ class ARCCachePolicy(CachePolicy):
                 self.target_t1_size = max(self.target_t1_size - delta, 0.0)
                 self.b2.move_to_end(key)
 
+    def refresh(self, keys: Iterable[OffloadKey]) -> None:
+        for key in reversed(list(keys)):
+            if key in self.t1:
+                self.t1.move_to_end(key)
+            elif key in self.t2:
+                self.t2.move_to_end(key)
+
     def evict(self, n: int, protected: set[OffloadKey]) -> list[Victim] | None:
         if n <= 0:
             return []

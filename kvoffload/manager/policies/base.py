@@ -87,6 +87,10 @@ class CachePolicy(ABC):
         """A request begins, and these are its keys: `touch` for policies that tell requests apart."""
         self.touch(keys)
 
+    def refresh(self, keys: Iterable[OffloadKey]) -> None:
+        """Mark keys as used now without counting it as another use: they were only stored. By default a `touch`."""
+        self.touch(keys)
+
     def admit(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:  # noqa: ARG002
         """Return those of `keys` (offered, not held) that are worth storing; called before `evict`."""
         return keys
