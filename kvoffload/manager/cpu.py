@@ -207,15 +207,16 @@ class CPUOffloadingManager(OffloadingManager):
         wanted: Sequence[OffloadKey] = [key for key in offered if key not in self._blocks]
         if not req_context.store:
             wanted = ()
+        filtered: list[OffloadKey] = []
         if wanted:
             admitted = self._policy.admit(wanted, req_context)
             if len(admitted) != len(wanted):
                 chosen = set(admitted)
-                declined = len(wanted)
+                filtered = [key for key in wanted if key not in chosen]
                 wanted = [key for key in wanted if key in chosen]
-                self._stats.filtered += declined - len(wanted)
         if not wanted:
-            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
+            self._stats.filtered += len(filtered)
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [], filtered_keys=filtered)
         shortage = max(0, len(wanted) - self._pool.num_free)
         victims = self._policy.evict(shortage, set(offered)) if len(wanted) <= self._pool.num_blocks else None
         if victims is None:
@@ -227,6 +228,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._insert(blocks, victims, taken)
         self._forget_evicted(victims)
         self._blocks.update(blocks)
+        self._stats.filtered += len(filtered)
         self._stats.reserved += len(blocks)
         self._stats.writing += len(blocks)
         ticket = self._reserve(is_store=True, blocks=blocks)

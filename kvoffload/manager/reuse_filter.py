@@ -73,18 +73,21 @@ class FilterReusedOffloadingManager(OffloadingManager):
         has_id = req_context.req_id is not None
         counts, threshold = self.counts, self.store_threshold
         known = self._book.booked(req_context.req_id) if req_context.req_id is not None else self._round
-        eligible = []
+        eligible: list[OffloadKey] = []
+        filtered: list[OffloadKey] = []
         for key in offered:
             count = counts.get(key, 0) + (has_id and key not in known)
             if count >= threshold or key in held:
                 eligible.append(key)
+            else:
+                filtered.append(key)
         output = self._backing.prepare_store(eligible, req_context)
         if has_id:
             self._count(offered, req_context)
         else:
             self._round.clear()
-        self._filtered += len(offered) - len(eligible)
-        return output
+        self._filtered += len(filtered)
+        return output and replace(output, filtered_keys=filtered + output.filtered_keys)
 
     def _count(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         if req_context.req_id is None:
