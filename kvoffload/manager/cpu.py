@@ -232,9 +232,8 @@ class CPUOffloadingManager(OffloadingManager):
         self._stats.reserved += len(blocks)
         self._stats.writing += len(blocks)
         ticket = self._reserve(is_store=True, blocks=blocks)
-        return PrepareStoreOutput(
-            list(blocks), CPULoadStoreSpec(block_ids, ticket), [key for key, _ in victims], ticket
-        )
+        spec = CPULoadStoreSpec(block_ids, ticket)
+        return PrepareStoreOutput(list(blocks), spec, [key for key, _ in victims], ticket, filtered)
 
     def _insert(self, blocks: Blocks, victims: Sequence[Entry], taken: Sequence[int]) -> None:
         """Give new keys to the policy; when it raises, it has its old keys again and the pool its blocks."""
