@@ -8,7 +8,7 @@ moves for that job.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NewType
 
@@ -24,6 +24,19 @@ HOST_VISIBLE: Literal["host-visible"] = "host-visible"
 Ready = Literal["host-visible"] | Any
 """When a source may be read, or a destination overwritten: `"host-visible"` (now), or an event recorded after the last
 write: on CUDA a `torch.cuda.Event`, on the host backend anything with `wait(timeout) -> bool`."""
+
+
+class AllReady:
+    """Several `Ready` events of one transfer: it waits for all of them."""
+
+    __slots__ = ("events",)
+
+    def __init__(self, events: Sequence[Ready]) -> None:
+        self.events = tuple(events)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for each event; False when one did not come within `timeout` seconds (each)."""
+        return all(event.wait(timeout) for event in self.events)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,128 @@
+"""The transfers in flight: submit, take completions, notice copies that do not end.
+
+A direction is a queue, so only its oldest transfer can be late: it is *hung* when it has been the oldest for longer
+than the deadline. A hung transfer is answered but stays on the board until its copy really ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+
+from kvoffload.service.jobs import JobKind, Transfer
+from kvoffload.transfer.base import TransferResult
+from kvoffload.transfer.worker import OffloadingWorker
+
+logger = logging.getLogger(__name__)
+
+Ended = Callable[[Transfer, TransferResult], None]
+Hung = Callable[[Transfer], None]
+
+
+class TransferBoard:
+    """Runs transfers on a worker and says when each has ended or is overdue.
+
+    Args:
+        worker: Moves the bytes.
+        deadlines: Seconds after which the oldest transfer of a direction is hung.
+        clock: Monotonic seconds.
+        on_ended: Called once per transfer, when its copy has ended.
+        on_hung: Called when a transfer is declared hung.
+    """
+
+    def __init__(
+        self,
+        worker: OffloadingWorker,
+        deadlines: Mapping[JobKind, float],
+        clock: Callable[[], float],
+        on_ended: Ended,
+        on_hung: Hung,
+    ) -> None:
+        self.worker = worker
+        self._deadlines = dict(deadlines)
+        self._clock = clock
+        self._on_ended = on_ended
+        self._on_hung = on_hung
+        self._running: dict[JobKind, OrderedDict[int, Transfer]] = {"load": OrderedDict(), "store": OrderedDict()}
+        self._head_since: dict[JobKind, float] = {"load": 0.0, "store": 0.0}
+        self._hung: dict[int, Transfer] = {}
+        self.inflight_bytes: dict[JobKind, int] = {"load": 0, "store": 0}
+
+    def num_running(self, kind: JobKind) -> int:
+        """Transfers of one direction that are in time."""
+        return len(self._running[kind])
+
+    @property
+    def num_hung(self) -> int:
+        """Transfers that were declared hung and whose copy has not ended."""
+        return len(self._hung)
+
+    @property
+    def idle(self) -> bool:
+        """No copy runs, hung ones included."""
+        return not (self._running["load"] or self._running["store"] or self._hung)
+
+    def unended(self) -> list[Transfer]:
+        """Return the transfers whose copies have not ended."""
+        return [*self._running["load"].values(), *self._running["store"].values(), *self._hung.values()]
+
+    def submit(self, transfer: Transfer) -> BaseException | None:
+        """Hand a transfer to its handler; return why it was refused, or None."""
+        running = self._running[transfer.kind]
+        if not running:
+            self._head_since[transfer.kind] = self._clock()
+        running[transfer.id] = transfer
+        self.inflight_bytes[transfer.kind] += transfer.num_bytes
+        if self.worker.transfer_async(transfer.id, transfer.spec, transfer.ready):
+            return None
+        self._drop(transfer)
+        error = self.worker.take_submit_error(transfer.id)
+        return error if error is not None else RuntimeError("the handler refused the transfer")
+
+    def _drop(self, transfer: Transfer) -> None:
+        running = self._running[transfer.kind]
+        was_head = next(iter(running), None) == transfer.id
+        del running[transfer.id]
+        self.inflight_bytes[transfer.kind] -= transfer.num_bytes
+        if was_head:
+            self._head_since[transfer.kind] = self._clock()
+
+    def poll(self) -> None:
+        """Take what finished, then look for copies that are overdue.
+
+        Raises:
+            Exception: What the worker raised; completions taken before are booked.
+        """
+        for result in self.worker.get_finished():
+            self.end(result)
+        self.check_deadlines()
+
+    def end(self, result: TransferResult) -> None:
+        """Book the end of one copy; unknown ids are ignored."""
+        transfer = self._hung.pop(result.job_id, None)
+        if transfer is None:
+            transfer = self._running["load"].get(result.job_id) or self._running["store"].get(result.job_id)
+            if transfer is None:
+                logger.warning("a handler reported job %d, which is not running", result.job_id)
+                return
+            self._drop(transfer)
+        self._on_ended(transfer, result)
+
+    def check_deadlines(self) -> None:
+        """Declare the oldest transfer of a direction hung if it has been the oldest for too long."""
+        now = self._clock()
+        for kind, running in self._running.items():
+            while running and now - self._head_since[kind] >= self._deadlines[kind]:
+                self.declare_hung(next(iter(running.values())))
+
+    def declare_hung(self, transfer: Transfer) -> None:
+        """Move a running transfer to the hung ones and say so."""
+        self._drop(transfer)
+        self._hung[transfer.id] = transfer
+        self._on_hung(transfer)
+
+    def next_deadline(self) -> float | None:
+        """Return when `check_deadlines` may next find something; None when nothing runs."""
+        times = [self._head_since[kind] + self._deadlines[kind] for kind, running in self._running.items() if running]
+        return min(times, default=None)

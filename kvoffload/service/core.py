@@ -1,0 +1,150 @@
+"""What loads, stores and the engine share: the manager, the books, the sinks and the counters. One owner thread."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvoffload.keys import BlockChain, BlockInfo, OffloadKey
+from kvoffload.manager.base import EventSink, MetricsSink, OffloadingEvent, OffloadingManager, ReqContext, RequestOutcome
+from kvoffload.service.geometry import BlockGeometry
+from kvoffload.service.history import KeyHistory
+from kvoffload.service.jobs import Job
+from kvoffload.service.ownership import GPUBlockBook
+from kvoffload.transfer.base import JobId
+
+logger = logging.getLogger(__name__)
+
+
+class NullEvents:
+    """An `EventSink` that nobody listens to."""
+
+    def publish(self, events: Sequence[OffloadingEvent], infos: Mapping[OffloadKey, BlockInfo]) -> None:
+        """Drop them."""
+
+    def describe(self, infos: Mapping[OffloadKey, BlockInfo]) -> None:
+        """Drop them."""
+
+
+class NullMetrics:
+    """A `MetricsSink` that nobody reads."""
+
+    def count(self, name: str, amount: int = 1, label: str = "") -> None:
+        """Drop it."""
+
+    def observe(self, name: str, value: float, label: str = "") -> None:
+        """Drop it."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """What the engine keeps of one request until `finish`.
+
+    Attributes:
+        touched: Its keys were looked up and touched (once per request).
+        offered: Offloaded blocks offered so far, per group, by `OffloadEngine.offer`.
+        computed_tokens: Largest value given to `offer`.
+        aborted: Nothing new is done for it.
+        hit_tokens: Tokens ready at its first look-up.
+    """
+
+    context: ReqContext
+    chain: BlockChain
+    offered: list[int]
+    began_seconds: float
+    touched: bool = False
+    computed_tokens: int = 0
+    aborted: bool = False
+    hit_tokens: int = 0
+    outcome: RequestOutcome | None = None
+    jobs: dict[JobId, Job] = field(default_factory=dict)
+
+
+class Core:
+    """Shared state of one engine.
+
+    Attributes:
+        generation: Resets so far; a job of an older generation moves bytes of an older content.
+        fault: Why the service is unhealthy; None when it is healthy.
+        writing: Which job writes a key that is not readable yet.
+    """
+
+    def __init__(
+        self,
+        manager: OffloadingManager,
+        geometry: BlockGeometry,
+        *,
+        capacity: int,
+        events: EventSink | None,
+        metrics: MetricsSink | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.manager = manager
+        self.geometry = geometry
+        self.capacity = capacity
+        self.events: EventSink = events if events is not None else NullEvents()
+        self.metrics: MetricsSink = metrics if metrics is not None else NullMetrics()
+        self.clock = clock
+        self.book = GPUBlockBook()
+        self.history = KeyHistory(2 * capacity)
+        self.writing: dict[OffloadKey, Job] = {}
+        self.generation = 0
+        self.fault: BaseException | None = None
+        self.fault_reason = ""
+        self.enabled = True
+        self.stores_paused = False
+        self.reported: list[Job] = []
+        self._ids = itertools.count(1)
+
+    def new_id(self) -> JobId:
+        """Return an id that no job or transfer of this engine had."""
+        return JobId(next(self._ids))
+
+    @property
+    def serving(self) -> bool:
+        """Loads may hit."""
+        return self.enabled and self.fault is None
+
+    @property
+    def wants_infos(self) -> bool:
+        """Somebody listens to the events, so stores carry what describes their blocks."""
+        return not isinstance(self.events, NullEvents)
+
+    def flush_events(self, infos: Mapping[OffloadKey, BlockInfo] | None = None, cause: str = "evicted") -> None:
+        """Deliver the manager's outbox in order; removals are remembered with `cause`."""
+        events = list(self.manager.take_events())
+        if not events:
+            return
+        now = self.clock()
+        for event in events:
+            if event.removed:
+                self.history.note(event.keys, cause, now)
+        self.events.publish(events, infos or {})
+
+    def forget_writing(self, job: Job) -> None:
+        """The job's keys are not being written by it any more."""
+        writing = self.writing
+        for key in job.keys:
+            if writing.get(key) is job:
+                del writing[key]
+
+    def finish_job(self, job: Job) -> None:
+        """Tell who waits for the result; `job.result` is set."""
+        if job.report:
+            self.reported.append(job)
+        for callback in job.take_result_callbacks():
+            self._call(callback, job)
+
+    def release_job(self, job: Job) -> None:
+        """Tell who waits for the release; `job.state` is `DONE`."""
+        for callback in job.take_release_callbacks():
+            self._call(callback, job)
+
+    def _call(self, callback: Callable[[Job], None], job: Job) -> None:
+        try:
+            callback(job)
+        except Exception:
+            self.metrics.count("callback_errors")
+            logger.exception("a callback of job %d raised", job.id)

@@ -1,0 +1,128 @@
+"""Token and block arithmetic of one model: groups, offloaded blocks, bytes.
+
+Lengths that all groups agree on are tokens. A *span* is the tokens of one offloaded block of a group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from kvoffload.errors import UsageError
+from kvoffload.keys import GroupLayout, OffloadKey
+from kvoffload.manager.specs import GPULoadStoreSpec
+
+Tables = Sequence[Sequence[int]]
+"""GPU block ids per group."""
+
+
+class BlockGeometry:
+    """How sequences are cut into blocks, per KV-cache group.
+
+    Args:
+        groups: Layout of each group.
+        block_bytes: Bytes of one engine block of each group, over all its layers.
+        num_gpu_blocks: GPU blocks per tensor; ids must be below; None when unknown.
+    """
+
+    def __init__(
+        self, groups: Sequence[GroupLayout], block_bytes: Sequence[int], num_gpu_blocks: int | None = None
+    ) -> None:
+        self.groups = tuple(groups)
+        self.block_bytes = tuple(block_bytes)
+        self.num_gpu_blocks = num_gpu_blocks
+        self.align_tokens = math.lcm(*(group.block_size for group in self.groups))
+        self.spans = tuple(group.block_size * group.factor for group in self.groups)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in an engine block of group 0."""
+        return self.groups[0].block_size
+
+    def cut(self, tokens: int) -> int:
+        """Return `tokens` rounded down to whole engine blocks of every group."""
+        return tokens - tokens % self.align_tokens
+
+    def tables(self, gpu_blocks: Sequence[int] | Tables) -> Tables:
+        """Return one table per group; a flat list serves a model with one group.
+
+        Raises:
+            UsageError: The number of tables is not the number of groups.
+        """
+        if len(self.groups) == 1 and (not gpu_blocks or not isinstance(gpu_blocks[0], Sequence)):
+            return [gpu_blocks]  # type: ignore[list-item]  # narrowed by hand: a flat table
+        if len(gpu_blocks) != len(self.groups):
+            raise UsageError(f"expected a block table for each of {len(self.groups)} groups, got {len(gpu_blocks)}")
+        return gpu_blocks  # type: ignore[return-value]  # a table per group
+
+    def split(self, spec: GPULoadStoreSpec) -> tuple[Tables, list[int]]:
+        """Return the block table of each group of `spec` and the token at which each starts.
+
+        Raises:
+            UsageError: The spec has another number of groups.
+        """
+        if len(spec.group_sizes) != len(self.groups):
+            raise UsageError(f"the spec has {len(spec.group_sizes)} groups, the cache has {len(self.groups)}")
+        tables, starts, at = [], [], 0
+        ids = spec.block_ids.tolist()
+        for size, index, group in zip(spec.group_sizes, spec.block_indices, self.groups, strict=True):
+            tables.append(ids[at : at + size])
+            starts.append(index * group.block_size)
+            at += size
+        return tables, starts
+
+    def common_start(self, tables: Tables, starts: Sequence[int]) -> int:
+        """Return the token at which every non-empty group starts.
+
+        Raises:
+            UsageError: The groups do not start at the same token.
+        """
+        used = {start for table, start in zip(tables, starts, strict=True) if table}
+        if len(used) > 1:
+            raise UsageError(f"block_indices name different first tokens: {sorted(used)}")
+        return used.pop() if used else 0
+
+    def key_range(self, group_idx: int, first_token: int, end_token: int) -> range:
+        """Return the offloaded blocks of a group that tokens `[first_token, end_token)` touch."""
+        span = self.spans[group_idx]
+        return range(first_token // span, -(-end_token // span))
+
+    def keys(self, per_group: Sequence[Sequence[OffloadKey]], first_token: int, end_token: int) -> list[OffloadKey]:
+        """Return the keys that tokens `[first_token, end_token)` touch, group after group."""
+        keys: list[OffloadKey] = []
+        for group_idx, group_keys in enumerate(per_group):
+            wanted = self.key_range(group_idx, first_token, end_token)
+            keys += group_keys[wanted.start : wanted.stop]
+        return keys
+
+    def spec(self, tables: Tables, first_token: int, end_token: int) -> GPULoadStoreSpec:
+        """Return the GPU side of a transfer of tokens `[first_token, end_token)`.
+
+        Args:
+            tables: Per group, the GPU blocks from `first_token` on.
+            first_token: Multiple of every engine block size.
+            end_token: Multiple of every engine block size.
+        """
+        ids: list[int] = []
+        sizes, indices = [], []
+        for table, group in zip(tables, self.groups, strict=True):
+            count = (end_token - first_token) // group.block_size
+            ids += table[:count]
+            sizes.append(count)
+            indices.append(first_token // group.block_size)
+        return GPULoadStoreSpec(ids, sizes, indices)
+
+    def num_bytes(self, group_sizes: Sequence[int]) -> int:
+        """Return the bytes of `group_sizes` engine blocks per group."""
+        return sum(count * size for count, size in zip(group_sizes, self.block_bytes, strict=True))
+
+    def check_ids(self, tables: Tables) -> None:
+        """Refuse GPU block ids that the KV cache does not have.
+
+        Raises:
+            UsageError: An id is negative or too large.
+        """
+        limit = self.num_gpu_blocks
+        for table in tables:
+            if table and (min(table) < 0 or (limit is not None and max(table) >= limit)):
+                raise UsageError(f"GPU block ids must be in [0, {limit}), got {min(table)}..{max(table)}")

@@ -1,0 +1,146 @@
+"""One job: a load or a store of one request, from reservation to the end of its copy.
+
+Theory of operation. A job has two ends. Its *result* is what the caller waits for; its *release* says that no copy can
+touch its GPU blocks any more. Usually both come together. When a copy outlives its deadline the result comes first
+(`HUNG`) and the release when the copy really ends, if ever. When a reset or abort overtakes a job the copy still runs
+on, and both come at its end.
+
+A *transfer* is what a handler runs: one load job, or all stores offered in one tick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from kvoffload.errors import KVOffloadError
+from kvoffload.keys import BlockInfo, OffloadKey
+from kvoffload.manager.base import ReqContext
+from kvoffload.manager.specs import GPULoadStoreSpec
+from kvoffload.service.results import LoadResult, StoreResult
+from kvoffload.transfer.base import JobId, Ready, TransferSpec
+
+JobKind = Literal["load", "store"]
+
+
+class JobState(Enum):
+    """Where a job is."""
+
+    QUEUED = "queued"
+    """Reserved, not submitted: no copy can touch its blocks."""
+    RUNNING = "running"
+    """Submitted; a copy may touch its blocks."""
+    HUNG = "hung"
+    """Answered, because its copy outlived its deadline; the copy may still touch its blocks."""
+    DONE = "done"
+    """Answered and released."""
+
+
+_LEGAL = {
+    JobState.QUEUED: {JobState.RUNNING, JobState.DONE},
+    JobState.RUNNING: {JobState.HUNG, JobState.DONE},
+    JobState.HUNG: {JobState.DONE},
+    JobState.DONE: set[JobState](),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One load or store of one request.
+
+    Attributes:
+        id: Unique in this engine.
+        request_id: Whose it is.
+        kind: `"load"` or `"store"`.
+        keys: Offloaded blocks it reads or writes.
+        ticket: The manager's reservation; None when nothing was reserved.
+        gpu_blocks: GPU blocks its copy touches.
+        generation: Number of resets before it was reserved.
+        num_bytes: Bytes its copy moves.
+        num_blocks: Engine blocks (group 0) of a load.
+        num_tokens: Tokens of a load.
+        partial: A load of less than was asked for.
+    """
+
+    id: JobId
+    request_id: str
+    kind: JobKind
+    context: ReqContext
+    keys: Sequence[OffloadKey] = ()
+    ticket: int | None = None
+    gpu_blocks: Sequence[int] = ()
+    generation: int = 0
+    num_bytes: int = 0
+    num_blocks: int = 0
+    num_tokens: int = 0
+    partial: bool = False
+    infos: dict[OffloadKey, BlockInfo] = field(default_factory=dict)
+    verdict: StoreResult | None = None
+    state: JobState = JobState.QUEUED
+    result: LoadResult | StoreResult | None = None
+    report: bool = False
+    _on_result: list[Callable[[Job], None]] = field(default_factory=list)
+    _on_release: list[Callable[[Job], None]] = field(default_factory=list)
+
+    @property
+    def released(self) -> bool:
+        """No copy can touch its GPU blocks any more."""
+        return self.state is JobState.DONE
+
+    def move(self, state: JobState) -> None:
+        """Change state; the only place that does.
+
+        Raises:
+            KVOffloadError: The change is not legal; nothing changed.
+        """
+        if state not in _LEGAL[self.state]:
+            raise KVOffloadError(f"job {self.id} cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+    def on_result(self, callback: Callable[[Job], None]) -> None:
+        """Call `callback` once, when the result is known; at once if it is."""
+        if self.result is not None:
+            callback(self)
+        else:
+            self._on_result.append(callback)
+
+    def on_release(self, callback: Callable[[Job], None]) -> None:
+        """Call `callback` once, when no copy can touch the job's GPU blocks; at once if that is so."""
+        if self.released:
+            callback(self)
+        else:
+            self._on_release.append(callback)
+
+    def take_result_callbacks(self) -> list[Callable[[Job], None]]:
+        """Return and forget who waits for the result."""
+        callbacks, self._on_result = self._on_result, []
+        return callbacks
+
+    def take_release_callbacks(self) -> list[Callable[[Job], None]]:
+        """Return and forget who waits for the release."""
+        callbacks, self._on_release = self._on_release, []
+        return callbacks
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """What a handler runs: its id there, its jobs, and since when it is the oldest of its direction."""
+
+    id: int
+    kind: JobKind
+    spec: TransferSpec
+    jobs: list[Job]
+    ready: Ready
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class StoreOffer:
+    """A store that is reserved and waits for the end of the tick, with its pieces per group."""
+
+    job: Job
+    gpu: GPULoadStoreSpec
+    cpu_block_ids: Sequence[Sequence[int]]
+    ready: Ready

@@ -1,0 +1,218 @@
+"""Loads: from a ready prefix to bytes in GPU blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvoffload.errors import UsageError
+from kvoffload.keys import OffloadKey
+from kvoffload.service.board import TransferBoard
+from kvoffload.service.core import Core, RequestState
+from kvoffload.service.geometry import Tables
+from kvoffload.service.jobs import Job, JobState, Transfer
+from kvoffload.service.results import LoadOutcome, LoadResult, PrefixMatch
+from kvoffload.transfer.base import HOST_VISIBLE, Ready, TransferResult
+
+MISS = LoadResult(LoadOutcome.MISS)
+
+
+class LoadDesk:
+    """Starts loads and settles them when their copies end."""
+
+    def __init__(self, core: Core, board: TransferBoard, max_inflight_bytes: int) -> None:
+        self._core = core
+        self._board = board
+        self._max_inflight_bytes = max_inflight_bytes
+        self._shared: dict[tuple[OffloadKey, int, tuple[int, ...]], Job] = {}
+        self.loaded_bytes = 0
+
+    def match(self, request: RequestState) -> PrefixMatch:
+        """Return what is ready and pending of a request's prefix: pins nothing, counts nothing."""
+        core = self._core
+        if not core.serving or request.aborted:
+            return PrefixMatch(0, 0, 0)
+        geometry, context, chain = core.geometry, request.context, request.chain
+        ready = known = -1
+        for group_idx, span in enumerate(geometry.spans):
+            found = core.manager.match(chain.keys(group_idx), context)
+            tokens = found.ready * span
+            upto = tokens + found.pending * span
+            ready = tokens if ready < 0 else min(ready, tokens)
+            known = upto if known < 0 else min(known, upto)
+        ready, known = geometry.cut(ready), geometry.cut(known)
+        size = geometry.block_size
+        return PrefixMatch(ready // size, (known - ready) // size, ready)
+
+    def first_use(self, request: RequestState) -> None:
+        """Book the request's look-ups and touch its keys, once in its life: retries are not look-ups."""
+        if request.touched:
+            return
+        request.touched = True
+        core, chain, context = self._core, request.chain, request.context
+        lookup = core.manager.lookup
+        everything: list[OffloadKey] = []
+        for group_idx in range(len(core.geometry.groups)):
+            keys = chain.keys(group_idx)
+            everything += keys
+            hits = 0
+            for key in keys:
+                if lookup(key, context) is not True:
+                    break
+                hits += 1
+            if group_idx == 0:
+                self._book(request, keys, hits)
+        core.manager.touch(everything, context)
+
+    def _book(self, request: RequestState, keys: Sequence[OffloadKey], hits: int) -> None:
+        core = self._core
+        tokens = request.chain.num_tokens
+        request.hit_tokens = min(tokens, hits * core.geometry.spans[0])
+        metrics = core.metrics
+        metrics.count("requests")
+        metrics.count("prompt_tokens", tokens)
+        metrics.count("requested_blocks", len(keys))
+        metrics.count("hit_blocks", hits)
+        metrics.count("hit_tokens", request.hit_tokens)
+        cause = core.history.cause
+        for key in keys[hits:]:
+            if key not in core.writing:
+                metrics.count("miss_blocks", label=cause(key))
+            else:
+                metrics.count("pending_blocks")
+
+    def room(self, num_bytes: int) -> bool:
+        """A load of `num_bytes` may be submitted now; one alone is never too large."""
+        inflight = self._board.inflight_bytes["load"]
+        return inflight == 0 or inflight + num_bytes <= self._max_inflight_bytes
+
+    def size(self, first_token: int, end_token: int) -> int:
+        """Return the bytes of a load of tokens `[first_token, end_token)`."""
+        geometry = self._core.geometry
+        return geometry.num_bytes([(end_token - first_token) // group.block_size for group in geometry.groups])
+
+    def plan(self, request: RequestState, tables: Tables, first_token: int, max_tokens: int) -> int:
+        """Return the token up to which a load can fill `tables` now; `first_token` when there is nothing.
+
+        Args:
+            request: Whose prefix.
+            tables: Per group, GPU blocks from `first_token` on.
+            first_token: Where the tables start.
+            max_tokens: Do not load beyond this token.
+
+        Raises:
+            UsageError: `first_token` is not at a block end of every group, or an id is out of range.
+        """
+        geometry = self._core.geometry
+        if first_token % geometry.align_tokens:
+            raise UsageError(f"a load starts at a block end of every group, not at token {first_token}")
+        geometry.check_ids(tables)
+        room = min(len(table) * group.block_size for table, group in zip(tables, geometry.groups, strict=True))
+        end = min(self.match(request).ready_tokens, max_tokens, first_token + room)
+        return max(first_token, geometry.cut(end))
+
+    def start(
+        self,
+        request: RequestState,
+        tables: Tables,
+        first_token: int,
+        end_token: int,
+        *,
+        partial: bool,
+        after: Ready = HOST_VISIBLE,
+    ) -> Job:
+        """Pin and submit a load of tokens `[first_token, end_token)`, all ready; or join the same load in flight."""
+        core, geometry = self._core, self._core.geometry
+        spec = geometry.spec(tables, first_token, end_token)
+        keys = geometry.keys(
+            [request.chain.keys(group_idx) for group_idx in range(len(geometry.groups))], first_token, end_token
+        )
+        blocks = spec.block_ids.tolist()
+        signature = (keys[-1], first_token, tuple(blocks))
+        running = self._shared.get(signature)
+        if running is not None and running.generation == core.generation and running.result is None:
+            return running
+        source = core.manager.prepare_load(keys, request.context)
+        job = Job(
+            id=core.new_id(),
+            request_id=request.context.req_id or "",
+            kind="load",
+            context=request.context,
+            keys=keys,
+            ticket=source.ticket,
+            gpu_blocks=blocks,
+            generation=core.generation,
+            num_bytes=geometry.num_bytes(spec.group_sizes),
+            num_blocks=spec.group_sizes[0],
+            num_tokens=end_token - first_token,
+            partial=partial,
+        )
+        request.jobs[job.id] = job
+        core.book.hold(blocks)
+        job.move(JobState.RUNNING)
+        self._shared[signature] = job
+        job.on_release(lambda _: self._forget(signature, job))
+        refused = self._board.submit(Transfer(int(job.id), "load", (source, spec), [job], after, job.num_bytes))
+        if refused is not None:
+            core.metrics.count("transfer_failures", label="load")
+            result = LoadResult(LoadOutcome.FAILED, reason="copy_failed", error=refused)
+            self._close(job, result, touched=False)
+        return job
+
+    def _forget(self, signature: tuple[OffloadKey, int, tuple[int, ...]], job: Job) -> None:
+        if self._shared.get(signature) is job:
+            del self._shared[signature]
+
+    def ended(self, job: Job, outcome: TransferResult) -> None:
+        """Settle a job whose copy has ended."""
+        core = self._core
+        queue, copy = outcome.queue_time or 0.0, outcome.transfer_time or 0.0
+        if outcome.success:
+            self.loaded_bytes += job.num_bytes
+        if job.state is JobState.HUNG:
+            core.metrics.count("late_completions", label="load")
+            self._close(job, None)
+        elif not outcome.success:
+            self._close(job, self._failed(job, "copy_failed", outcome.error, queue, copy))
+        elif job.generation != core.generation:
+            self._close(job, self._failed(job, "reset", None, queue, copy))
+        else:
+            kind = LoadOutcome.PARTIAL if job.partial else LoadOutcome.LOADED
+            self._close(
+                job, LoadResult(kind, job.num_blocks, job.num_tokens, queue_seconds=queue, copy_seconds=copy)
+            )
+
+    def answer_early(self, job: Job, reason: str, error: BaseException | None) -> None:
+        """Answer a job whose copy has not ended; its pins and GPU blocks stay held until it does."""
+        core = self._core
+        if reason == "deadline" and job.ticket is not None:
+            core.manager.abandon(job.ticket, copy_running=True, hung=True)
+            core.flush_events(cause="discarded")
+        job.move(JobState.HUNG)
+        job.result = self._failed(job, reason, error, 0.0, 0.0)
+        core.finish_job(job)
+
+    @staticmethod
+    def _failed(job: Job, reason: str, error: BaseException | None, queue: float, copy: float) -> LoadResult:
+        return LoadResult(
+            LoadOutcome.FAILED,
+            undefined_gpu_blocks=tuple(job.gpu_blocks),
+            queue_seconds=queue,
+            copy_seconds=copy,
+            reason=reason,
+            error=error,
+        )
+
+    def _close(self, job: Job, result: LoadResult | None, *, touched: bool = True) -> None:
+        """Give pins and GPU blocks back, then answer: the copy has ended, or never began (`touched=False`)."""
+        core = self._core
+        core.manager.complete_load(job.keys, job.context, ticket=job.ticket)
+        core.flush_events()
+        if result is not None:
+            job.result = result
+        job.move(JobState.DONE)
+        core.book.unhold(job.gpu_blocks)
+        if result is not None:
+            if touched and result.outcome is LoadOutcome.FAILED:
+                core.metrics.count("transfer_failures", label="load")
+            core.finish_job(job)
+        core.release_job(job)

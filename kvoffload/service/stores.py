@@ -1,0 +1,361 @@
+"""Stores: from written GPU blocks to readable offloaded blocks.
+
+An offer reserves at once and is submitted at the end of the tick: all offers of a tick become one transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvoffload.errors import UsageError
+from kvoffload.keys import BlockInfo, OffloadKey
+from kvoffload.manager.base import PrepareStoreOutput
+from kvoffload.manager.specs import CPULoadStoreSpec, GPULoadStoreSpec
+from kvoffload.service.board import TransferBoard
+from kvoffload.service.core import Core, RequestState
+from kvoffload.service.geometry import Tables
+from kvoffload.service.jobs import Job, JobState, StoreOffer, Transfer
+from kvoffload.service.results import StoreReason, StoreResult
+from kvoffload.transfer.base import HOST_VISIBLE, AllReady, Ready, TransferResult
+
+
+class StoreDesk:
+    """Reserves stores, submits them in one transfer per tick, and settles them when their copies end."""
+
+    def __init__(self, core: Core, board: TransferBoard, max_inflight_bytes: int) -> None:
+        self._core = core
+        self._board = board
+        self._max_inflight_bytes = max_inflight_bytes
+        self._queue: dict[int, StoreOffer] = {}
+        self._queued_bytes = 0
+        self.stored_bytes = 0
+
+    @property
+    def num_queued(self) -> int:
+        """Offers that wait for the end of the tick."""
+        return len(self._queue)
+
+    def offer_computed(self, request: RequestState, tables: Tables, computed_tokens: int, ready: Ready) -> Job:
+        """Offer the complete offloaded blocks below `computed_tokens` that were not offered before.
+
+        Raises:
+            UsageError: `computed_tokens` shrank or exceeds the chain, or a table is too short or has a wrong id.
+        """
+        geometry, chain = self._core.geometry, request.chain
+        if computed_tokens < request.computed_tokens:
+            raise UsageError(
+                f"computed_tokens went from {request.computed_tokens} to {computed_tokens} in {request.context.req_id!r}"
+            )
+        if computed_tokens > chain.num_tokens:
+            raise UsageError(f"computed_tokens is {computed_tokens}, the chain has {chain.num_tokens} tokens")
+        starts, counts, parts = list(request.offered), [], []
+        for group_idx, (group, span) in enumerate(zip(geometry.groups, geometry.spans, strict=True)):
+            upto = min(computed_tokens // span, len(chain.keys(group_idx)))
+            first, last = starts[group_idx] * group.factor, upto * group.factor
+            if len(tables[group_idx]) < last:
+                raise UsageError(
+                    f"group {group_idx} has {len(tables[group_idx])} GPU blocks, {computed_tokens} tokens need {last}"
+                )
+            counts.append(max(0, upto - starts[group_idx]))
+            parts.append(tables[group_idx][first:last])
+        geometry.check_ids(parts)
+        request.computed_tokens = computed_tokens
+        request.offered = [start + count for start, count in zip(starts, counts, strict=True)]
+        return self._offer(request, parts, starts, counts, ready)
+
+    def offer_spec(self, request: RequestState, spec: GPULoadStoreSpec, ready: Ready) -> Job:
+        """Offer explicit GPU blocks; a tail that fills no offloaded block is not offered.
+
+        Raises:
+            UsageError: A group does not start at an offloaded block, or reaches beyond the chain; nothing is reserved.
+        """
+        geometry, chain = self._core.geometry, request.chain
+        tables, _ = geometry.split(spec)
+        starts, counts = [], []
+        for group_idx, (group, index) in enumerate(zip(geometry.groups, spec.block_indices, strict=True)):
+            if index % group.factor:
+                raise UsageError(
+                    f"a store starts at an offloaded block: block_indices[{group_idx}] is {index}, "
+                    f"not a multiple of {group.factor}"
+                )
+            start, count = index // group.factor, len(tables[group_idx]) // group.factor
+            if count and start + count > len(chain.keys(group_idx)):
+                raise UsageError(
+                    f"group {group_idx}: offloaded blocks {start}..{start + count - 1} are not all in the chain, "
+                    f"which has {len(chain.keys(group_idx))}"
+                )
+            starts.append(start)
+            counts.append(count)
+        geometry.check_ids(tables)
+        return self._offer(request, tables, starts, counts, ready)
+
+    def _offer(
+        self, request: RequestState, tables: Tables, starts: Sequence[int], counts: Sequence[int], ready: Ready
+    ) -> Job:
+        core, geometry = self._core, self._core.geometry
+        job = Job(core.new_id(), request.context.req_id or "", "store", request.context, generation=core.generation)
+        offered = sum(count * group.factor for count, group in zip(counts, geometry.groups, strict=True))
+        refusal = self._refusal(request, counts)
+        if refusal is not None or not offered or not request.context.store:
+            verdict = StoreResult(rejected=offered, reason=refusal) if refusal and offered else StoreResult()
+            if refusal and offered:
+                core.history.note(self._keys(request, starts, counts), "rejected", core.clock())
+            return self._answer(job, verdict)
+        out, tried = self._prepare(request, starts, counts)
+        tried_blocks = sum(count * group.factor for count, group in zip(tried, geometry.groups, strict=True))
+        if tried_blocks < offered:
+            left = [start + count for start, count in zip(starts, tried, strict=True)]
+            rest = [count - some for count, some in zip(counts, tried, strict=True)]
+            core.history.note(self._keys(request, left, rest), "rejected", core.clock())
+            core.metrics.count("stores_rejected_blocks", offered - tried_blocks, "no_space")
+        if out is None:
+            return self._answer(job, StoreResult(rejected=offered, reason="no_space"))
+        return self._reserve(request, job, tables, starts, tried, out, offered - tried_blocks, ready)
+
+    def _refusal(self, request: RequestState, counts: Sequence[int]) -> StoreReason | None:
+        core = self._core
+        if core.fault is not None:
+            return "unhealthy"
+        if not core.enabled:
+            return "disabled"
+        if core.stores_paused:
+            return "paused"
+        if request.aborted:
+            return "aborted"
+        pending = self._board.inflight_bytes["store"] + self._queued_bytes
+        size = core.geometry.num_bytes(
+            [count * group.factor for count, group in zip(counts, core.geometry.groups, strict=True)]
+        )
+        return "backpressure" if pending and pending + size > self._max_inflight_bytes else None
+
+    def _keys(self, request: RequestState, starts: Sequence[int], counts: Sequence[int]) -> list[OffloadKey]:
+        keys: list[OffloadKey] = []
+        for group_idx, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            keys += request.chain.keys(group_idx)[start : start + count]
+        return keys
+
+    def _prepare(
+        self, request: RequestState, starts: Sequence[int], counts: Sequence[int]
+    ) -> tuple[PrepareStoreOutput | None, list[int]]:
+        """Reserve the whole offer, or, where there is no room, the longest of its halved prefixes that fits."""
+        tried = list(counts)
+        while any(tried):
+            out = self._core.manager.prepare_store(self._keys(request, starts, tried), request.context)
+            if out is not None:
+                return out, tried
+            tried = [count // 2 for count in tried]
+        return None, tried
+
+    def _reserve(
+        self,
+        request: RequestState,
+        job: Job,
+        tables: Tables,
+        starts: Sequence[int],
+        tried: Sequence[int],
+        out: PrepareStoreOutput,
+        rejected: int,
+        ready: Ready,
+    ) -> Job:
+        core, geometry = self._core, self._core.geometry
+        ids, sizes, indices, infos = [], [], [], {}
+        stored = set(out.keys_to_store)
+        late: dict[OffloadKey, BlockInfo] = {}
+        cpu = out.store_spec.block_ids.tolist() if isinstance(out.store_spec, CPULoadStoreSpec) else []
+        cpu_parts: list[list[int]] = []
+        taken = 0
+        for group_idx, group in enumerate(geometry.groups):
+            keys = request.chain.keys(group_idx)
+            first = taken
+            size = 0
+            indices.append(starts[group_idx] * group.factor)
+            for at in range(tried[group_idx]):
+                position = starts[group_idx] + at
+                key = keys[position]
+                info = request.chain.info(position, group_idx) if core.wants_infos else None
+                if key in stored:
+                    ids += tables[group_idx][at * group.factor : (at + 1) * group.factor]
+                    size += group.factor
+                    taken += 1
+                    if info is not None:
+                        infos[key] = info
+                elif info is not None:
+                    late[key] = info
+            sizes.append(size)
+            cpu_parts.append(cpu[first:taken])
+        factor = geometry.groups[0].factor
+        reserved = sum(sizes)
+        tried_blocks = sum(count * group.factor for count, group in zip(tried, geometry.groups, strict=True))
+        filtered = len(out.filtered_keys) * factor
+        job.verdict = StoreResult(
+            stored=reserved,
+            already_present=tried_blocks - reserved - filtered,
+            filtered=filtered,
+            rejected=rejected,
+            evicted=len(out.evicted_keys) * factor,
+            reason="no_space" if rejected else None,
+        )
+        core.flush_events(cause="evicted")
+        if out.filtered_keys:
+            core.history.note(out.filtered_keys, "filtered", core.clock())
+        if late:
+            core.events.describe(late)
+        if not reserved:
+            return self._answer(job, job.verdict)
+        spec = GPULoadStoreSpec(ids, sizes, indices)
+        job.keys, job.ticket, job.infos, job.gpu_blocks = out.keys_to_store, out.ticket, infos, ids
+        job.num_bytes = geometry.num_bytes(sizes)
+        for key in job.keys:
+            core.writing[key] = job
+        request.jobs[job.id] = job
+        core.book.hold(ids)
+        self._queued_bytes += job.num_bytes
+        self._queue[job.id] = StoreOffer(job, spec, cpu_parts, ready)
+        return job
+
+    def _answer(self, job: Job, result: StoreResult) -> Job:
+        """Answer a job that reserved nothing."""
+        core = self._core
+        if result.rejected and result.reason not in {None, "no_space"}:
+            core.metrics.count("stores_rejected_blocks", result.rejected, result.reason or "")
+        elif result.rejected and result.reason == "no_space" and job.verdict is None:
+            core.metrics.count("stores_refused")
+        self._count(result)
+        job.result = result
+        job.move(JobState.DONE)
+        core.finish_job(job)
+        core.release_job(job)
+        return job
+
+    def _count(self, result: StoreResult) -> None:
+        metrics = self._core.metrics
+        for label in ("stored", "already_present", "filtered", "rejected", "failed"):
+            amount = getattr(result, label)
+            if amount:
+                metrics.count("store_blocks", amount, label)
+        if result.evicted:
+            metrics.count("evicted_blocks", result.evicted, "capacity")
+
+    def flush(self) -> None:
+        """Submit all queued offers as one transfer."""
+        if not self._queue:
+            return
+        offers = list(self._queue.values())
+        self._queue.clear()
+        self._queued_bytes = 0
+        core = self._core
+        for offer in offers:
+            offer.job.move(JobState.RUNNING)
+        spec, cpu_ids = _merge(offers)
+        jobs = [offer.job for offer in offers]
+        transfer = Transfer(
+            int(core.new_id()),
+            "store",
+            (spec, CPULoadStoreSpec(cpu_ids)),
+            jobs,
+            _all_ready(offers),
+            sum(job.num_bytes for job in jobs),
+        )
+        refused = self._board.submit(transfer)
+        if refused is not None:
+            for job in jobs:
+                self._close(job, success=False, reason="copy_failed", error=refused)
+
+    def drop_queued(self, job: Job, reason: StoreReason) -> None:
+        """Take back an offer that was not submitted."""
+        offer = self._queue.pop(job.id, None)
+        if offer is None:
+            return
+        core = self._core
+        self._queued_bytes -= job.num_bytes
+        if job.ticket is not None:
+            core.manager.abandon(job.ticket)
+        core.history.note(job.keys, "rejected", core.clock())
+        core.forget_writing(job)
+        verdict = job.verdict or StoreResult()
+        job.result = replace(verdict, stored=0, rejected=verdict.rejected + verdict.stored, reason=reason)
+        self._count(job.result)
+        self._release(job)
+        core.finish_job(job)
+        core.release_job(job)
+
+    def ended(self, job: Job, outcome: TransferResult) -> None:
+        """Settle a job whose copy has ended."""
+        core = self._core
+        if job.state is JobState.HUNG:
+            core.metrics.count("late_completions", label="store")
+            core.manager.complete_store(job.keys, outcome.success, job.context, ticket=job.ticket)
+            core.flush_events(job.infos)
+            self._release(job)
+            core.release_job(job)
+            return
+        self._close(job, success=outcome.success, reason="copy_failed", error=outcome.error)
+
+    def _close(self, job: Job, *, success: bool, reason: StoreReason, error: BaseException | None) -> None:
+        core = self._core
+        core.forget_writing(job)
+        core.manager.complete_store(job.keys, success, job.context, ticket=job.ticket)
+        core.flush_events(job.infos)
+        verdict = job.verdict or StoreResult()
+        if success and job.generation == core.generation:
+            self.stored_bytes += job.num_bytes
+            job.result = verdict
+        else:
+            if not success:
+                core.history.note(job.keys, "failed", core.clock())
+                core.metrics.count("transfer_failures", label="store")
+            why: StoreReason = reason if not success else "reset"
+            job.result = replace(verdict, stored=0, failed=verdict.stored, reason=why, error=error)
+        self._count(job.result)
+        self._release(job)
+        core.finish_job(job)
+        core.release_job(job)
+
+    def answer_early(self, job: Job, reason: StoreReason, error: BaseException | None) -> None:
+        """Answer a job whose copy has not ended: its keys go, its memory and GPU blocks stay held until it does."""
+        core = self._core
+        core.forget_writing(job)
+        if job.ticket is not None:
+            core.manager.abandon(job.ticket, copy_running=True, hung=reason == "deadline")
+        core.history.note(job.keys, "failed", core.clock())
+        verdict = job.verdict or StoreResult()
+        job.move(JobState.HUNG)
+        job.result = replace(verdict, stored=0, failed=verdict.stored, reason=reason, error=error)
+        self._count(job.result)
+        core.finish_job(job)
+
+    def _release(self, job: Job) -> None:
+        job.move(JobState.DONE)
+        self._core.book.unhold(job.gpu_blocks)
+
+
+def _merge(offers: Sequence[StoreOffer]) -> tuple[GPULoadStoreSpec, list[int]]:
+    """Return the GPU and CPU blocks of several offers, group after group."""
+    if len(offers) == 1:
+        return offers[0].gpu, [block for part in offers[0].cpu_block_ids for block in part]
+    ids: list[int] = []
+    cpu: list[int] = []
+    sizes, indices = [], []
+    for group_idx in range(len(offers[0].gpu.group_sizes)):
+        size = 0
+        for offer in offers:
+            begin = sum(offer.gpu.group_sizes[:group_idx])
+            count = offer.gpu.group_sizes[group_idx]
+            ids += offer.gpu.block_ids[begin : begin + count].tolist()
+            cpu += offer.cpu_block_ids[group_idx]
+            size += count
+        sizes.append(size)
+        indices.append(0)
+    return GPULoadStoreSpec(ids, sizes, indices), cpu
+
+
+def _all_ready(offers: Sequence[StoreOffer]) -> Ready:
+    """Return what a merged transfer waits for."""
+    events: list[Ready] = []
+    for offer in offers:
+        if not isinstance(offer.ready, str) and not any(offer.ready is event for event in events):
+            events.append(offer.ready)
+    if not events:
+        return HOST_VISIBLE
+    return events[0] if len(events) == 1 else AllReady(events)
