@@ -8,7 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.keys import BlockChain, BlockInfo, OffloadKey
-from kvoffload.manager.base import EventSink, MetricsSink, OffloadingEvent, OffloadingManager, ReqContext, RequestOutcome
+from kvoffload.manager.base import (
+    EventSink,
+    MetricsSink,
+    OffloadingEvent,
+    OffloadingManager,
+    ReqContext,
+    RequestOutcome,
+)
 from kvoffload.service.geometry import BlockGeometry
 from kvoffload.service.history import KeyHistory
 from kvoffload.service.jobs import Job
@@ -60,6 +67,10 @@ class RequestState:
     hit_tokens: int = 0
     outcome: RequestOutcome | None = None
     jobs: dict[JobId, Job] = field(default_factory=dict)
+
+    def forget_job(self, job: Job) -> None:
+        """The job is released."""
+        self.jobs.pop(job.id, None)
 
 
 class Core:

@@ -15,12 +15,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from kvoffload.config import OffloadConfig
 from kvoffload.errors import ClosedError, UndrainedCopies, UsageError
-from kvoffload.keys import BlockChain, GroupLayout, OffloadKey
+from kvoffload.keys import BlockChain, OffloadKey
 from kvoffload.manager.base import EventSink, MetricsSink, ReqContext, RequestOutcome
 from kvoffload.manager.specs import GPULoadStoreSpec
 from kvoffload.memory.canonical import CanonicalKVCaches
@@ -29,9 +30,10 @@ from kvoffload.service.bridge import CompletionBridge
 from kvoffload.service.core import Core, RequestState
 from kvoffload.service.geometry import BlockGeometry, Tables
 from kvoffload.service.jobs import Job, JobState, Transfer
-from kvoffload.service.leases import LeaseDesk
+from kvoffload.service.leases import LeaseDesk, LeaseState
 from kvoffload.service.loads import LoadDesk
 from kvoffload.service.ownership import Free
+from kvoffload.service.reports import collect_stats, explain
 from kvoffload.service.results import BlockReport, Health, JobDone, PrefixMatch, Stats
 from kvoffload.service.stores import StoreDesk
 from kvoffload.spec.base import OffloadingSpec
@@ -111,8 +113,8 @@ class OffloadEngine:
         self._core.enabled = config.enabled
         deadlines = {"load": config.load_deadline_seconds, "store": config.store_deadline_seconds}
         self._board = TransferBoard(worker, deadlines, self._clock, self._on_ended, self._on_hung)  # type: ignore[arg-type]  # literal keys
-        self._loads = LoadDesk(self._core, self._board, config.max_inflight_load_bytes)
-        self._stores = StoreDesk(self._core, self._board, config.max_inflight_store_bytes)
+        self._loads = LoadDesk(self._core, self._board, config.max_inflight_load_bytes, config.max_inflight_jobs)
+        self._stores = StoreDesk(self._core, self._board, config.max_inflight_store_bytes, config.max_inflight_jobs)
         self._leases = LeaseDesk(self._core, config.lease_seconds)
         self._started = True
 
@@ -237,9 +239,7 @@ class OffloadEngine:
         now = self._clock()
         outcome = request.outcome or RequestOutcome()
         if outcome.now_seconds is None:
-            outcome = RequestOutcome(
-                now, outcome.output_tokens, outcome.conversation_ended, outcome.expected_return_seconds
-            )
+            outcome = replace(outcome, now_seconds=now)
         core.manager.finish_request(request.context, outcome, keys)
         core.flush_events()
         self._recent[request_id] = request.chain
@@ -287,55 +287,81 @@ class OffloadEngine:
         request = self.state(request_id)
         tables, starts = self.geometry.split(gpu_blocks)
         first = self.geometry.common_start(tables, starts)
-        job = self.start_load(request, tables, first, request.chain.num_tokens - leave_tokens, after)
-        if job is None:
+        max_tokens = request.chain.num_tokens - leave_tokens
+        self.look_up(request)
+        end = self.plan_load(request, tables, first, max_tokens)
+        if end <= first or not self.room_for_load(first, end):
             return None
+        job = self.run_load(request, tables, first, end, max_tokens, after)
+        return self._report(job)
+
+    def look_up(self, request: RequestState) -> None:
+        """Book the request's look-ups and touch its keys, once in its life."""
+        self._loads.first_use(request)
+
+    def plan_load(self, request: RequestState, tables: Tables, first_token: int, max_tokens: int) -> int:
+        """Return the token up to which `tables`, which start at `first_token`, can be filled now."""
+        return self._loads.plan(request, tables, first_token, max_tokens)
+
+    def room_for_load(self, first_token: int, end_token: int) -> bool:
+        """A load of tokens `[first_token, end_token)` may be submitted now."""
+        return self._loads.room(self._loads.size(first_token, end_token))
+
+    def run_load(
+        self, request: RequestState, tables: Tables, first_token: int, end_token: int, max_tokens: int, after: Ready
+    ) -> Job:
+        """Pin and submit a planned load; the job may have failed already."""
+        asked = min(self.geometry.cut(max_tokens), first_token + len(tables[0]) * self.geometry.block_size)
+        return self._loads.start(request, tables, first_token, end_token, partial=end_token < asked, after=after)
+
+    def pending_job(self, request: RequestState) -> Job | None:
+        """Return the last job that still writes a block right behind the ready prefix; None when none does."""
+        return self._loads.pending_job(request)
+
+    def _report(self, job: Job) -> JobId:
         job.report = True
         if job.result is not None:
             self._core.reported.append(job)
         return job.id
 
-    def start_load(
-        self, request: RequestState, tables: Tables, first_token: int, max_tokens: int, after: Ready
-    ) -> Job | None:
-        """Start a load of what is ready of tokens `[first_token, max_tokens)`; None when nothing is, or no room."""
-        self._loads.first_use(request)
-        end = self._loads.plan(request, tables, first_token, max_tokens)
-        if end <= first_token or not self._loads.room(self._loads.size(first_token, end)):
-            return None
-        group = self.geometry.groups[0]
-        asked = min(self.geometry.cut(max_tokens), first_token + len(tables[0]) * group.block_size)
-        return self._loads.start(request, tables, first_token, end, partial=end < asked, after=after)
-
-    def submit_store(self, request_id: str, gpu_blocks: GPULoadStoreSpec, ready: Ready) -> JobId | None:
-        """Store the given blocks, which hold final KV data once `ready` has happened; None for an unknown request.
+    def submit_store(self, request_id: str, gpu_blocks: GPULoadStoreSpec, ready: Ready) -> JobId:
+        """Store the given blocks, which hold final KV data once `ready` has happened; a refusal is in its result.
 
         Raises:
-            UsageError: A group does not start at an offloaded block, or reaches beyond the chain.
+            UsageError: Unknown request, a group does not start at an offloaded block, or reaches beyond the chain.
         """
         self._check()
-        job = self.offer_spec(self.state(request_id), gpu_blocks, ready)
-        job.report = True
-        if job.result is not None:
-            self._core.reported.append(job)
+        job_id = self._report(self.offer_spec(self.state(request_id), gpu_blocks, ready))
         self.flush_stores()
-        return job.id
+        return job_id
 
     def offer_spec(self, request: RequestState, gpu_blocks: GPULoadStoreSpec, ready: Ready) -> Job:
         """Reserve a store of explicit blocks; `flush_stores` submits it."""
         self._loads.first_use(request)
-        return self._track(request, self._stores.offer_spec(request, gpu_blocks, ready))
+        return self._stores.offer_spec(request, gpu_blocks, ready)
 
     def offer_computed(self, request: RequestState, tables: Tables, computed_tokens: int, ready: Ready) -> Job:
         """Reserve a store of what was computed since the last offer; `flush_stores` submits it."""
         self._loads.first_use(request)
-        return self._track(request, self._stores.offer_computed(request, tables, computed_tokens, ready))
+        return self._stores.offer_computed(request, tables, computed_tokens, ready)
 
-    def _track(self, request: RequestState, job: Job) -> Job:
-        if not job.released:
-            request.jobs[job.id] = job
-            job.on_release(lambda done: request.jobs.pop(done.id, None))
-        return job
+    # ---- leases
+
+    def open_lease(self, request: RequestState) -> LeaseState:
+        """Pin the ready prefix of a request."""
+        self._check()
+        return self._leases.open(request, self._loads.match(request))
+
+    def close_lease(self, lease: LeaseState) -> None:
+        """Unpin; idempotent, also after the engine was closed."""
+        if not self._closed:
+            self._leases.close(lease, "left")
+
+    def why_lease_dead(self, lease: LeaseState) -> str | None:
+        """Return why a lease pins nothing any more; None while it holds."""
+        return self._leases.why_dead(lease)
+
+    # ---- the rhythm
 
     def flush_stores(self) -> None:
         """Submit all offers of this tick as one transfer."""
@@ -483,17 +509,7 @@ class OffloadEngine:
         chain = request.chain if request is not None else self._recent.get(request_id)
         if chain is None:
             raise UsageError(f"request {request_id!r} is not known (the last {_RECENT_REQUESTS} are)")
-        core, now = self._core, self._clock()
-        reports = []
-        for group_idx, group in enumerate(self.geometry.groups):
-            for index, key in enumerate(chain.keys(group_idx)):
-                found = core.manager.match([key])
-                state, age = "ready" if found.ready else "pending", None
-                if not found.ready and not found.pending:
-                    fate = core.history.fate(key)
-                    state, age = (fate[0], now - fate[1]) if fate else ("never offered", None)
-                reports.append(BlockReport(index * group.factor, group_idx, state, age))
-        return reports
+        return explain(self._core, chain)
 
     def health(self) -> Health:
         """Return whether hits are served, and what is degraded."""
@@ -508,32 +524,27 @@ class OffloadEngine:
 
     def stats(self) -> Stats:
         """Return counters and occupancy."""
-        core, board = self._core, self._board
-        hung = [job for transfer in board.unended() for job in transfer.jobs if job.state is JobState.HUNG]
-        return Stats(
-            manager=core.manager.stats(),
-            requests=len(self._requests),
-            running_loads=board.num_running("load"),
-            running_stores=board.num_running("store"),
-            queued_stores=self._stores.num_queued,
-            hung_jobs=len(hung),
-            leases=len(self._leases),
-            inflight_load_bytes=board.inflight_bytes["load"],
-            inflight_store_bytes=board.inflight_bytes["store"],
-            busy_gpu_blocks=core.book.num_busy,
-            deferred_gpu_blocks=core.book.num_deferred,
-            quarantined_gpu_blocks=len({block for job in hung for block in job.gpu_blocks}),
-            loaded_bytes=self._loads.loaded_bytes,
-            stored_bytes=self._stores.stored_bytes,
-            generation=core.generation,
-        )
+        stats = collect_stats(self._core, self._board)
+        stats.requests, stats.leases = len(self._requests), len(self._leases)
+        stats.queued_stores = self._stores.num_queued
+        stats.loaded_bytes, stats.stored_bytes = self._loads.loaded_bytes, self._stores.stored_bytes
+        return stats
+
+    def pins(self) -> dict[str, int]:
+        """Return the offloaded blocks pinned by leases, per request id."""
+        return self._leases.by_owner()
+
+    @property
+    def fault(self) -> BaseException | None:
+        """Why the engine is unhealthy; None while it is healthy."""
+        return self._core.fault
 
 
 def _geometry(config: OffloadConfig, kv_caches: CanonicalKVCaches) -> BlockGeometry:
-    num_groups = len(kv_caches.group_data_refs)
-    sizes = config.gpu_block_size if isinstance(config.gpu_block_size, tuple) else (config.gpu_block_size,) * num_groups
-    if len(sizes) != num_groups:
-        raise UsageError(f"gpu_block_size names {len(sizes)} groups, the KV caches have {num_groups}")
-    groups = [GroupLayout(size, config.block_size_factor) for size in sizes]
+    groups, num_groups = config.group_layouts(), len(kv_caches.group_data_refs)
+    if len(groups) == 1:
+        groups *= num_groups
+    if len(groups) != num_groups:
+        raise UsageError(f"gpu_block_size names {len(groups)} groups, the KV caches have {num_groups}")
     block_bytes = [sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs]
     return BlockGeometry(groups, block_bytes, kv_caches.num_blocks)

@@ -19,10 +19,11 @@ MISS = LoadResult(LoadOutcome.MISS)
 class LoadDesk:
     """Starts loads and settles them when their copies end."""
 
-    def __init__(self, core: Core, board: TransferBoard, max_inflight_bytes: int) -> None:
+    def __init__(self, core: Core, board: TransferBoard, max_inflight_bytes: int, max_inflight_jobs: int) -> None:
         self._core = core
         self._board = board
         self._max_inflight_bytes = max_inflight_bytes
+        self._max_inflight_jobs = max_inflight_jobs
         self._shared: dict[tuple[OffloadKey, int, tuple[int, ...]], Job] = {}
         self.loaded_bytes = 0
 
@@ -82,8 +83,22 @@ class LoadDesk:
 
     def room(self, num_bytes: int) -> bool:
         """A load of `num_bytes` may be submitted now; one alone is never too large."""
-        inflight = self._board.inflight_bytes["load"]
-        return inflight == 0 or inflight + num_bytes <= self._max_inflight_bytes
+        jobs, inflight = self._board.num_running("load"), self._board.inflight_bytes["load"]
+        return not jobs or (jobs < self._max_inflight_jobs and inflight + num_bytes <= self._max_inflight_bytes)
+
+    def pending_job(self, request: RequestState) -> Job | None:
+        """Return the last job that still writes a block right behind the ready prefix; None when none does."""
+        core, last = self._core, None
+        if not core.writing:
+            return None
+        for group_idx in range(len(core.geometry.groups)):
+            keys = request.chain.keys(group_idx)
+            found = core.manager.match(keys, request.context)
+            for key in keys[found.ready : found.ready + found.pending]:
+                job = core.writing.get(key)
+                if job is not None and (last is None or job.id > last.id):
+                    last = job
+        return last
 
     def size(self, first_token: int, end_token: int) -> int:
         """Return the bytes of a load of tokens `[first_token, end_token)`."""
@@ -147,6 +162,7 @@ class LoadDesk:
             partial=partial,
         )
         request.jobs[job.id] = job
+        job.on_release(request.forget_job)
         core.book.hold(blocks)
         job.move(JobState.RUNNING)
         self._shared[signature] = job
@@ -177,9 +193,7 @@ class LoadDesk:
             self._close(job, self._failed(job, "reset", None, queue, copy))
         else:
             kind = LoadOutcome.PARTIAL if job.partial else LoadOutcome.LOADED
-            self._close(
-                job, LoadResult(kind, job.num_blocks, job.num_tokens, queue_seconds=queue, copy_seconds=copy)
-            )
+            self._close(job, LoadResult(kind, job.num_blocks, job.num_tokens, queue_seconds=queue, copy_seconds=copy))
 
     def answer_early(self, job: Job, reason: str, error: BaseException | None) -> None:
         """Answer a job whose copy has not ended; its pins and GPU blocks stay held until it does."""

@@ -23,10 +23,11 @@ from kvoffload.transfer.base import HOST_VISIBLE, AllReady, Ready, TransferResul
 class StoreDesk:
     """Reserves stores, submits them in one transfer per tick, and settles them when their copies end."""
 
-    def __init__(self, core: Core, board: TransferBoard, max_inflight_bytes: int) -> None:
+    def __init__(self, core: Core, board: TransferBoard, max_inflight_bytes: int, max_inflight_jobs: int) -> None:
         self._core = core
         self._board = board
         self._max_inflight_bytes = max_inflight_bytes
+        self._max_inflight_jobs = max_inflight_jobs
         self._queue: dict[int, StoreOffer] = {}
         self._queued_bytes = 0
         self.stored_bytes = 0
@@ -45,7 +46,7 @@ class StoreDesk:
         geometry, chain = self._core.geometry, request.chain
         if computed_tokens < request.computed_tokens:
             raise UsageError(
-                f"computed_tokens went from {request.computed_tokens} to {computed_tokens} in {request.context.req_id!r}"
+                f"computed_tokens of {request.context.req_id!r} shrank from {request.computed_tokens} to {computed_tokens}"
             )
         if computed_tokens > chain.num_tokens:
             raise UsageError(f"computed_tokens is {computed_tokens}, the chain has {chain.num_tokens} tokens")
@@ -108,7 +109,6 @@ class StoreDesk:
             left = [start + count for start, count in zip(starts, tried, strict=True)]
             rest = [count - some for count, some in zip(counts, tried, strict=True)]
             core.history.note(self._keys(request, left, rest), "rejected", core.clock())
-            core.metrics.count("stores_rejected_blocks", offered - tried_blocks, "no_space")
         if out is None:
             return self._answer(job, StoreResult(rejected=offered, reason="no_space"))
         return self._reserve(request, job, tables, starts, tried, out, offered - tried_blocks, ready)
@@ -123,6 +123,8 @@ class StoreDesk:
             return "paused"
         if request.aborted:
             return "aborted"
+        if self._board.num_running("store") >= self._max_inflight_jobs:
+            return "backpressure"
         pending = self._board.inflight_bytes["store"] + self._queued_bytes
         size = core.geometry.num_bytes(
             [count * group.factor for count, group in zip(counts, core.geometry.groups, strict=True)]
@@ -159,7 +161,10 @@ class StoreDesk:
         ready: Ready,
     ) -> Job:
         core, geometry = self._core, self._core.geometry
-        ids, sizes, indices, infos = [], [], [], {}
+        ids: list[int] = []
+        sizes: list[int] = []
+        indices: list[int] = []
+        infos: dict[OffloadKey, BlockInfo] = {}
         stored = set(out.keys_to_store)
         late: dict[OffloadKey, BlockInfo] = {}
         cpu = out.store_spec.block_ids.tolist() if isinstance(out.store_spec, CPULoadStoreSpec) else []
@@ -209,6 +214,7 @@ class StoreDesk:
         for key in job.keys:
             core.writing[key] = job
         request.jobs[job.id] = job
+        job.on_release(request.forget_job)
         core.book.hold(ids)
         self._queued_bytes += job.num_bytes
         self._queue[job.id] = StoreOffer(job, spec, cpu_parts, ready)
@@ -217,10 +223,6 @@ class StoreDesk:
     def _answer(self, job: Job, result: StoreResult) -> Job:
         """Answer a job that reserved nothing."""
         core = self._core
-        if result.rejected and result.reason not in {None, "no_space"}:
-            core.metrics.count("stores_rejected_blocks", result.rejected, result.reason or "")
-        elif result.rejected and result.reason == "no_space" and job.verdict is None:
-            core.metrics.count("stores_refused")
         self._count(result)
         job.result = result
         job.move(JobState.DONE)
@@ -234,6 +236,8 @@ class StoreDesk:
             amount = getattr(result, label)
             if amount:
                 metrics.count("store_blocks", amount, label)
+        if result.rejected:
+            metrics.count("store_rejected_blocks", result.rejected, result.reason or "")
         if result.evicted:
             metrics.count("evicted_blocks", result.evicted, "capacity")
 

@@ -1,0 +1,41 @@
+"""What an engine tells about itself: why blocks are not served, and its counters."""
+
+from __future__ import annotations
+
+from kvoffload.keys import BlockChain
+from kvoffload.service.board import TransferBoard
+from kvoffload.service.core import Core
+from kvoffload.service.jobs import JobState
+from kvoffload.service.results import BlockReport, Stats
+
+
+def explain(core: Core, chain: BlockChain) -> list[BlockReport]:
+    """Say for each offloaded block of a chain whether it is served, and if not, what last happened to it."""
+    now = core.clock()
+    reports = []
+    for group_idx, group in enumerate(core.geometry.groups):
+        for index, key in enumerate(chain.keys(group_idx)):
+            found = core.manager.match([key])
+            state, age = "ready" if found.ready else "pending", None
+            if not found.ready and not found.pending:
+                fate = core.history.fate(key)
+                state, age = (fate[0], now - fate[1]) if fate else ("never offered", None)
+            reports.append(BlockReport(index * group.factor, group_idx, state, age))
+    return reports
+
+
+def collect_stats(core: Core, board: TransferBoard) -> Stats:
+    """Return what the manager, the books and the board count."""
+    hung = [job for transfer in board.unended() for job in transfer.jobs if job.state is JobState.HUNG]
+    return Stats(
+        manager=core.manager.stats(),
+        running_loads=board.num_running("load"),
+        running_stores=board.num_running("store"),
+        hung_jobs=len(hung),
+        inflight_load_bytes=board.inflight_bytes["load"],
+        inflight_store_bytes=board.inflight_bytes["store"],
+        busy_gpu_blocks=core.book.num_busy,
+        deferred_gpu_blocks=core.book.num_deferred,
+        quarantined_gpu_blocks=len({block for job in hung for block in job.gpu_blocks}),
+        generation=core.generation,
+    )
