@@ -492,7 +492,7 @@ class OffloadEngine:
             self.reset_cache()
         self._core.enabled = value
 
-    def pause_stores(self, paused: bool = True) -> None:  # noqa: FBT001, FBT002 - a switch
+    def pause_stores(self, paused: bool = True) -> None:
         """Reject stores until called with False; loads go on."""
         self._check()
         self._core.stores_paused = paused

@@ -340,7 +340,7 @@ class OffloadService:
         self.check_open()
         self.engine.enabled = value
 
-    def pause_stores(self, paused: bool = True) -> None:  # noqa: FBT001, FBT002 - a switch
+    def pause_stores(self, paused: bool = True) -> None:
         """Reject stores until called with False; loads go on."""
         self.check_open()
         self.engine.pause_stores(paused)

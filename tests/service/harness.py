@@ -1,0 +1,128 @@
+"""A service over scripted handlers with real bytes, and the books every test checks at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvoffload.config import OffloadConfig
+from kvoffload.keys import BlockChain
+from kvoffload.manager.base import OffloadingManager
+from kvoffload.manager.cpu import CPUOffloadingManager
+from kvoffload.manager.reuse_filter import FilterReusedOffloadingManager
+from kvoffload.manager.specs import CPULoadStoreSpec, GPULoadStoreSpec
+from kvoffload.memory.canonical import CanonicalKVCaches
+from kvoffload.service.engine import OffloadEngine
+from kvoffload.service.service import OffloadService
+from kvoffload.spec.base import OffloadingSpec
+from kvoffload.transfer.scripted import ScriptedOffloadingHandlers
+
+PAGE = 64
+BLOCK = 4
+
+
+class ScriptedSpec(OffloadingSpec):
+    """CPU manager and scripted handlers."""
+
+    def __init__(
+        self, config: OffloadConfig, kv_caches: CanonicalKVCaches, capacity: int, *, policy: str = "lru", threshold: int = 0
+    ) -> None:
+        super().__init__(config, kv_caches.kv_cache_config())
+        self.handlers = ScriptedOffloadingHandlers.over(kv_caches, config.block_size_factor, capacity)
+        self.cpu_manager = CPUOffloadingManager(capacity, policy, enable_events=True)
+        self.manager: OffloadingManager = self.cpu_manager
+        if threshold:
+            self.manager = FilterReusedOffloadingManager(self.cpu_manager, threshold)
+
+    def get_manager(self) -> OffloadingManager:
+        return self.manager
+
+    def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[Any]:
+        yield GPULoadStoreSpec, CPULoadStoreSpec, self.handlers.gpu_to_cpu_handler
+        yield CPULoadStoreSpec, GPULoadStoreSpec, self.handlers.cpu_to_gpu_handler
+
+
+class ManualClock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Rig:
+    """Everything a test needs: caches, spec, and the engine or service over them.
+
+    Attributes:
+        freed: GPU blocks passed to `free`, in order.
+    """
+
+    def __init__(self, *, capacity: int = 8, gpu_blocks: int = 64, factor: int = 1, policy: str = "lru", threshold: int = 0, **config: Any) -> None:
+        self.gpu = [np.zeros((gpu_blocks, PAGE), np.int8) for _ in range(2)]
+        self.kv_caches = CanonicalKVCaches.from_layers({f"layer.{i}": t for i, t in enumerate(self.gpu)}, block_dim=0)
+        self.config = OffloadConfig(
+            cpu_bytes_to_use=1 << 20, gpu_block_size=BLOCK, block_size=BLOCK * factor, eviction_policy=policy, **config
+        )
+        self.spec = ScriptedSpec(self.config, self.kv_caches, capacity, policy=policy, threshold=threshold)
+        self.capacity = capacity
+        self.freed: list[int] = []
+
+    @property
+    def loads(self):
+        return self.spec.handlers.cpu_to_gpu_handler
+
+    @property
+    def stores(self):
+        return self.spec.handlers.gpu_to_cpu_handler
+
+    def engine(self, **options: Any) -> OffloadEngine:
+        return OffloadEngine(self.config, self.kv_caches, spec=self.spec, **options)
+
+    def service(self, **options: Any) -> OffloadService:
+        return OffloadService(self.config, self.kv_caches, spec=self.spec, **options)
+
+    def free(self, blocks: Sequence[int]) -> None:
+        self.freed.extend(blocks)
+
+    def fill(self, blocks: Sequence[int], seed: int) -> None:
+        """Write distinct bytes into GPU blocks."""
+        for position, block in enumerate(blocks):
+            for layer, tensor in enumerate(self.gpu):
+                tensor[block] = (seed * 31 + position * 7 + layer * 3) % 127 + 1
+
+    def holds(self, blocks: Sequence[int], seed: int) -> bool:
+        """The GPU blocks hold what `fill` wrote."""
+        return all(
+            (tensor[block] == (seed * 31 + position * 7 + layer * 3) % 127 + 1).all()
+            for position, block in enumerate(blocks)
+            for layer, tensor in enumerate(self.gpu)
+        )
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    """Distinct token ids."""
+    return [seed * 100_000 + index for index in range(count)]
+
+
+def check_books(manager: CPUOffloadingManager, *, idle: bool = False) -> None:
+    """The conservation laws; with `idle`, also that nothing is pinned, being written or detached."""
+    stats = manager.stats()
+    assert stats.free + stats.writing + stats.ready + stats.detached == stats.capacity
+    assert stats.reserved == stats.stored + stats.failed + stats.abandoned + stats.reset_while_writing + stats.writing
+    assert stats.stored - stats.evicted - stats.discarded - stats.reset_while_ready == stats.ready
+    assert stats.hits + stats.misses + stats.pending == stats.lookups
+    if idle:
+        assert (stats.writing, stats.pinned, stats.detached, stats.quarantined) == (0, 0, 0, 0)
+
+
+def chain(rig: Rig, count: int, seed: int = 0) -> BlockChain:
+    """A chain of `count` tokens."""
+    layouts = rig.config.group_layouts()
+    return BlockChain(layouts, tokens(count, seed))
