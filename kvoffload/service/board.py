@@ -97,6 +97,8 @@ class TransferBoard:
         for result in self.worker.get_finished():
             self.end(result)
         self.check_deadlines()
+        for error in self.worker.take_handler_errors().values():
+            raise error
 
     def end(self, result: TransferResult) -> None:
         """Book the end of one copy; unknown ids are ignored."""

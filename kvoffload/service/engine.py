@@ -36,7 +36,7 @@ from kvoffload.service.ownership import Free
 from kvoffload.service.reports import collect_stats, explain
 from kvoffload.service.results import BlockReport, Health, JobDone, PrefixMatch, Stats
 from kvoffload.service.stores import StoreDesk
-from kvoffload.spec.base import OffloadingSpec
+from kvoffload.spec.base import KVCacheConfig, OffloadingSpec
 from kvoffload.spec.factory import OffloadingSpecFactory
 from kvoffload.transfer.base import HOST_VISIBLE, JobId, Ready, TransferResult
 from kvoffload.transfer.worker import OffloadingWorker
@@ -70,7 +70,11 @@ class OffloadEngine:
     ) -> None:
         self.config = config
         self.kv_caches = kv_caches
-        self.spec = spec if spec is not None else OffloadingSpecFactory.create_spec(config, kv_caches.kv_cache_config())
+        self.spec = (
+            spec
+            if spec is not None
+            else OffloadingSpecFactory.create_spec(config, KVCacheConfig.from_canonical(kv_caches, config))
+        )
         self.geometry = _geometry(config, kv_caches)
         self._events, self._metrics, self._clock = events, metrics, clock
         self._requests: dict[str, RequestState] = {}
@@ -114,7 +118,9 @@ class OffloadEngine:
         deadlines = {"load": config.load_deadline_seconds, "store": config.store_deadline_seconds}
         self._board = TransferBoard(worker, deadlines, self._clock, self._on_ended, self._on_hung)  # type: ignore[arg-type]  # literal keys
         self._loads = LoadDesk(self._core, self._board, config.max_inflight_load_bytes, config.max_inflight_jobs)
-        self._stores = StoreDesk(self._core, self._board, config.max_inflight_store_bytes, config.max_inflight_jobs)
+        self._stores = StoreDesk(
+            self._core, self._board, self._loads.first_use, config.max_inflight_store_bytes, config.max_inflight_jobs
+        )
         self._leases = LeaseDesk(self._core, config.lease_seconds)
         self._started = True
 
@@ -226,7 +232,7 @@ class OffloadEngine:
         self.state(request_id).outcome = outcome
 
     def finish(self, request_id: str) -> None:
-        """End a request: leases end, unsubmitted stores still go out, running copies run on. Unknown ids are ignored."""
+        """End a request: leases end, offered stores still go out, running copies run on. Unknown ids are ignored."""
         self._check()
         request = self._requests.pop(request_id, None)
         if request is None:
@@ -239,7 +245,7 @@ class OffloadEngine:
         now = self._clock()
         outcome = request.outcome or RequestOutcome()
         if outcome.now_seconds is None:
-            outcome = replace(outcome, now_seconds=now)
+            outcome = replace(outcome, now_seconds=now, started_seconds=request.began_seconds)
         core.manager.finish_request(request.context, outcome, keys)
         core.flush_events()
         self._recent[request_id] = request.chain
@@ -288,8 +294,8 @@ class OffloadEngine:
         tables, starts = self.geometry.split(gpu_blocks)
         first = self.geometry.common_start(tables, starts)
         max_tokens = request.chain.num_tokens - leave_tokens
-        self.look_up(request)
         end = self.plan_load(request, tables, first, max_tokens)
+        self.look_up(request)
         if end <= first or not self.room_for_load(first, end):
             return None
         job = self.run_load(request, tables, first, end, max_tokens, after)
@@ -337,12 +343,10 @@ class OffloadEngine:
 
     def offer_spec(self, request: RequestState, gpu_blocks: GPULoadStoreSpec, ready: Ready) -> Job:
         """Reserve a store of explicit blocks; `flush_stores` submits it."""
-        self._loads.first_use(request)
         return self._stores.offer_spec(request, gpu_blocks, ready)
 
     def offer_computed(self, request: RequestState, tables: Tables, computed_tokens: int, ready: Ready) -> Job:
         """Reserve a store of what was computed since the last offer; `flush_stores` submits it."""
-        self._loads.first_use(request)
         return self._stores.offer_computed(request, tables, computed_tokens, ready)
 
     # ---- leases
@@ -379,7 +383,7 @@ class OffloadEngine:
         self.bridge.consume()
         try:
             self._board.poll()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises makes the service unhealthy
             self.break_down("polling the handlers failed", error)
         self._leases.expire()
 

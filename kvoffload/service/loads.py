@@ -50,18 +50,13 @@ class LoadDesk:
             return
         request.touched = True
         core, chain, context = self._core, request.chain, request.context
-        lookup = core.manager.lookup
         everything: list[OffloadKey] = []
         for group_idx in range(len(core.geometry.groups)):
             keys = chain.keys(group_idx)
             everything += keys
-            hits = 0
-            for key in keys:
-                if lookup(key, context) is not True:
-                    break
-                hits += 1
+            found = core.manager.lookup_prefix(keys, context)
             if group_idx == 0:
-                self._book(request, keys, hits)
+                self._book(request, keys, found.ready)
         core.manager.touch(everything, context)
 
     def _book(self, request: RequestState, keys: Sequence[OffloadKey], hits: int) -> None:

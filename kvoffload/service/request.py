@@ -203,8 +203,8 @@ class OffloadRequest:
             refusal = self._refusal(state)
             if refusal is not None:
                 return replace(refusal, pending_seconds=pending)
-            engine.look_up(state)
             end = engine.plan_load(state, tables, first, max_tokens)
+            engine.look_up(state)
             if end <= first:
                 return LoadResult(LoadOutcome.MISS, pending_seconds=pending)
             if (waited or not service.room_queue) and engine.room_for_load(first, end):

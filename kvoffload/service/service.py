@@ -110,6 +110,7 @@ class OffloadService:
             return
         if self._closing is None:
             self._closing = self._loop.create_task(self._close(timeout), name="kvoffload-close")
+            self._closing.add_done_callback(_note_undrained)
         await asyncio.shield(self._closing)
 
     async def _close(self, timeout: float) -> None:
@@ -361,3 +362,9 @@ class OffloadService:
     def stats(self) -> Stats:
         """Return counters and occupancy."""
         return self.engine.stats()
+
+
+def _note_undrained(closing: asyncio.Task[None]) -> None:
+    """Log how closing ended, also where nobody waits for it any more."""
+    if not closing.cancelled() and (error := closing.exception()) is not None:
+        logger.error("closing ended with: %s", error)

@@ -5,7 +5,7 @@ An offer reserves at once and is submitted at the end of the tick: all offers of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvoffload.errors import UsageError
@@ -23,8 +23,16 @@ from kvoffload.transfer.base import HOST_VISIBLE, AllReady, Ready, TransferResul
 class StoreDesk:
     """Reserves stores, submits them in one transfer per tick, and settles them when their copies end."""
 
-    def __init__(self, core: Core, board: TransferBoard, max_inflight_bytes: int, max_inflight_jobs: int) -> None:
+    def __init__(
+        self,
+        core: Core,
+        board: TransferBoard,
+        first_use: Callable[[RequestState], None],
+        max_inflight_bytes: int,
+        max_inflight_jobs: int,
+    ) -> None:
         self._core = core
+        self._first_use = first_use
         self._board = board
         self._max_inflight_bytes = max_inflight_bytes
         self._max_inflight_jobs = max_inflight_jobs
@@ -46,7 +54,8 @@ class StoreDesk:
         geometry, chain = self._core.geometry, request.chain
         if computed_tokens < request.computed_tokens:
             raise UsageError(
-                f"computed_tokens of {request.context.req_id!r} shrank from {request.computed_tokens} to {computed_tokens}"
+                f"computed_tokens of request {request.context.req_id!r} shrank "
+                f"from {request.computed_tokens} to {computed_tokens}"
             )
         if computed_tokens > chain.num_tokens:
             raise UsageError(f"computed_tokens is {computed_tokens}, the chain has {chain.num_tokens} tokens")
@@ -61,6 +70,7 @@ class StoreDesk:
             counts.append(max(0, upto - starts[group_idx]))
             parts.append(tables[group_idx][first:last])
         geometry.check_ids(parts)
+        check_ready(ready)
         request.computed_tokens = computed_tokens
         request.offered = [start + count for start, count in zip(starts, counts, strict=True)]
         return self._offer(request, parts, starts, counts, ready)
@@ -94,6 +104,8 @@ class StoreDesk:
     def _offer(
         self, request: RequestState, tables: Tables, starts: Sequence[int], counts: Sequence[int], ready: Ready
     ) -> Job:
+        check_ready(ready)
+        self._first_use(request)
         core, geometry = self._core, self._core.geometry
         job = Job(core.new_id(), request.context.req_id or "", "store", request.context, generation=core.generation)
         offered = sum(count * group.factor for count, group in zip(counts, geometry.groups, strict=True))
@@ -332,6 +344,20 @@ class StoreDesk:
     def _release(self, job: Job) -> None:
         job.move(JobState.DONE)
         self._core.book.unhold(job.gpu_blocks)
+
+
+def check_ready(ready: Ready) -> None:
+    """Refuse what cannot say when bytes are ready.
+
+    Raises:
+        UsageError: Neither `"host-visible"` nor an event with `wait` (host) or `synchronize` (CUDA).
+    """
+    if isinstance(ready, str):
+        known = ready == HOST_VISIBLE
+    else:
+        known = callable(getattr(ready, "wait", None)) or callable(getattr(ready, "synchronize", None))
+    if not known:
+        raise UsageError(f'ready must be "host-visible" or an event recorded after the last write, got {ready!r}')
 
 
 def _merge(offers: Sequence[StoreOffer]) -> tuple[GPULoadStoreSpec, list[int]]:

@@ -16,7 +16,7 @@ from kvoffload.manager.specs import CPULoadStoreSpec, GPULoadStoreSpec
 from kvoffload.memory.canonical import CanonicalKVCaches
 from kvoffload.service.engine import OffloadEngine
 from kvoffload.service.service import OffloadService
-from kvoffload.spec.base import OffloadingSpec
+from kvoffload.spec.base import KVCacheConfig, OffloadingSpec
 from kvoffload.transfer.scripted import ScriptedOffloadingHandlers
 
 PAGE = 64
@@ -27,9 +27,15 @@ class ScriptedSpec(OffloadingSpec):
     """CPU manager and scripted handlers."""
 
     def __init__(
-        self, config: OffloadConfig, kv_caches: CanonicalKVCaches, capacity: int, *, policy: str = "lru", threshold: int = 0
+        self,
+        config: OffloadConfig,
+        kv_caches: CanonicalKVCaches,
+        capacity: int,
+        *,
+        policy: str = "lru",
+        threshold: int = 0,
     ) -> None:
-        super().__init__(config, kv_caches.kv_cache_config())
+        super().__init__(config, KVCacheConfig.from_canonical(kv_caches, config))
         self.handlers = ScriptedOffloadingHandlers.over(kv_caches, config.block_size_factor, capacity)
         self.cpu_manager = CPUOffloadingManager(capacity, policy, enable_events=True)
         self.manager: OffloadingManager = self.cpu_manager
@@ -64,7 +70,16 @@ class Rig:
         freed: GPU blocks passed to `free`, in order.
     """
 
-    def __init__(self, *, capacity: int = 8, gpu_blocks: int = 64, factor: int = 1, policy: str = "lru", threshold: int = 0, **config: Any) -> None:
+    def __init__(
+        self,
+        *,
+        capacity: int = 8,
+        gpu_blocks: int = 64,
+        factor: int = 1,
+        policy: str = "lru",
+        threshold: int = 0,
+        **config: Any,
+    ) -> None:
         self.gpu = [np.zeros((gpu_blocks, PAGE), np.int8) for _ in range(2)]
         self.kv_caches = CanonicalKVCaches.from_layers({f"layer.{i}": t for i, t in enumerate(self.gpu)}, block_dim=0)
         self.config = OffloadConfig(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from service.harness import BLOCK, Rig, check_books, tokens
 
 import kvoffload as kv
-from service.harness import BLOCK, Rig, check_books, tokens
 
 
 async def _stored(rig, service, blocks, *, seed=0, name="store"):
@@ -70,7 +70,9 @@ async def test_cancelled_load_keeps_its_pins_and_blocks_until_the_copy_has_ended
         rig.loads.hold()
 
         async def reader():
-            async with service.request("r", service.chain(tokens(17)), gpu_blocks=[10, 11, 12, 13, 14], free=rig.free) as r:
+            async with service.request(
+                "r", service.chain(tokens(17)), gpu_blocks=[10, 11, 12, 13, 14], free=rig.free
+            ) as r:
                 await r.load()
 
         task = asyncio.create_task(reader())
@@ -97,7 +99,9 @@ async def test_second_request_waits_for_a_block_being_written_instead_of_storing
         rig.fill([0], 1)
         async with service.request("r1", service.chain(tokens(BLOCK)), gpu_blocks=[0], free=rig.free) as first:
             job = first.store(computed_tokens=BLOCK, ready="host-visible")
-            async with service.request("r2", service.chain(tokens(BLOCK + 1)), gpu_blocks=[8, 9], free=rig.free) as second:
+            async with service.request(
+                "r2", service.chain(tokens(BLOCK + 1)), gpu_blocks=[8, 9], free=rig.free
+            ) as second:
                 assert second.match() == kv.PrefixMatch(0, 1, 0)
                 assert (await second.store(computed_tokens=BLOCK, ready="host-visible")).already_present == 1
                 load = asyncio.create_task(second.load())
@@ -139,7 +143,12 @@ async def test_poller_that_raises_ends_the_waits_and_makes_the_service_unhealthy
         error = RuntimeError("lost the device")
 
         async def load(index):
-            async with service.request(f"r{index}", service.chain(tokens(13)), gpu_blocks=list(range(20 + 4 * index, 24 + 4 * index)), free=rig.free) as r:
+            async with service.request(
+                f"r{index}",
+                service.chain(tokens(13)),
+                gpu_blocks=list(range(20 + 4 * index, 24 + 4 * index)),
+                free=rig.free,
+            ) as r:
                 return await r.load()
 
         waits = [asyncio.create_task(load(i)) for i in range(3)]
@@ -184,18 +193,18 @@ async def test_closing_with_a_hung_copy_names_it_and_frees_everything_else():
     """A-Y12."""
     rig = Rig(load_deadline_seconds=0.05)
     service = rig.service()
+    await service.__aenter__()
+    await _stored(rig, service, [0, 1])
+    rig.freed.clear()
+    rig.loads.hold()
+    async with service.request("r", service.chain(tokens(9)), gpu_blocks=[10, 11, 12], free=rig.free) as request:
+        loaded = await request.load(timeout=1.0)
+        assert (loaded.outcome, loaded.reason) == (kv.LoadOutcome.FAILED, "deadline")
+        assert sorted(loaded.undefined_gpu_blocks) == [10, 11]
+    assert rig.freed == [12]
+    assert service.stats().manager.quarantined == 2
     with pytest.raises(kv.UndrainedCopies) as caught:
-        async with service:
-            await _stored(rig, service, [0, 1])
-            rig.freed.clear()
-            rig.loads.hold()
-            async with service.request("r", service.chain(tokens(9)), gpu_blocks=[10, 11, 12], free=rig.free) as request:
-                loaded = await request.load(timeout=1.0)
-                assert (loaded.outcome, loaded.reason) == (kv.LoadOutcome.FAILED, "deadline")
-                assert sorted(loaded.undefined_gpu_blocks) == [10, 11]
-            assert rig.freed == [12]
-            assert service.stats().manager.quarantined == 2
-            await service.aclose(0.05)
+        await service.aclose(0.05)
     assert len(caught.value.jobs) == 1
     assert rig.freed == [12]
 
@@ -244,7 +253,8 @@ async def test_lease_pins_the_prefix_and_loads_from_it():
     rig = Rig(capacity=2)
     async with rig.service() as service:
         await _stored(rig, service, [0, 1])
-        async with service.request("r", service.chain(tokens(9)), gpu_blocks=[10, 11, 12], free=None) as request:
+        request = service.request("r", service.chain(tokens(9)), gpu_blocks=[10, 11, 12], free=None)
+        async with request:
             async with request.lease() as lease:
                 assert lease.match.ready_blocks == 2
                 assert (await _stored(rig, service, [20], seed=4, name="x")).reason == "no_space"
