@@ -36,7 +36,8 @@ class AllReady:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for each event; False when one did not come within `timeout` seconds (each)."""
-        return all(event.wait(timeout) for event in self.events)
+        events: tuple[Any, ...] = self.events
+        return all(event.wait(timeout) for event in events)
 
 
 @dataclass(slots=True)

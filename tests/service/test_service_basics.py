@@ -254,13 +254,12 @@ async def test_lease_pins_the_prefix_and_loads_from_it():
     async with rig.service() as service:
         await _stored(rig, service, [0, 1])
         request = service.request("r", service.chain(tokens(9)), gpu_blocks=[10, 11, 12], free=None)
-        async with request:
-            async with request.lease() as lease:
-                assert lease.match.ready_blocks == 2
-                assert (await _stored(rig, service, [20], seed=4, name="x")).reason == "no_space"
-                loaded = await lease.load(kv.GPULoadStoreSpec([11], [1], [1]))
-                assert loaded.outcome is kv.LoadOutcome.LOADED
-                assert rig.holds([0, 11], 0)
-                await service.reset_cache()
-                assert (await lease.load(kv.GPULoadStoreSpec([11], [1], [1]))).reason == "reset"
+        async with request, request.lease() as lease:
+            assert lease.match.ready_blocks == 2
+            assert (await _stored(rig, service, [20], seed=4, name="x")).reason == "no_space"
+            loaded = await lease.load(kv.GPULoadStoreSpec([11], [1], [1]))
+            assert loaded.outcome is kv.LoadOutcome.LOADED
+            assert rig.holds([0, 11], 0)
+            await service.reset_cache()
+            assert (await lease.load(kv.GPULoadStoreSpec([11], [1], [1]))).reason == "reset"
     check_books(rig.spec.cpu_manager, idle=True)
