@@ -17,6 +17,7 @@ from kvoffload.transfer.plan import CopyPlan, Descriptors, coalesce, equal_strid
 
 SLICE = 512
 MIN_RUN = 8
+MAX_RUN_BYTES = 64 * 1024  # from here on, one call a block costs nothing beside its bytes
 
 _memcpy = ctypes.CDLL(None).memcpy
 _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -33,6 +34,9 @@ def copy_descriptors(descriptors: Descriptors) -> None:
     """Copy each descriptor's bytes; both addresses are the host's."""
     merged = coalesce(descriptors)
     done = 0
+    if len(merged.src) < MIN_RUN or int(merged.sizes[0]) > MAX_RUN_BYTES:
+        _copy_singles(merged, 0, len(merged.src))
+        return
     for start, stop in equal_stride_runs(merged, MIN_RUN):
         _copy_singles(merged, done, start)
         _copy_run(merged, start, stop)

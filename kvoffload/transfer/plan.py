@@ -89,6 +89,8 @@ def equal_stride_runs(descriptors: Descriptors, min_length: int) -> list[tuple[i
     src_step, dst_step = np.diff(src), np.diff(dst)
     fits = (sizes[1:] == sizes[:-1]) & (np.abs(src_step) >= sizes[1:]) & (np.abs(dst_step) >= sizes[1:])
     goes_on = fits[1:] & fits[:-1] & (src_step[1:] == src_step[:-1]) & (dst_step[1:] == dst_step[:-1])
+    if not goes_on.any():
+        return []
     edges = np.flatnonzero(np.diff(np.concatenate(([False], goes_on, [False])).astype(np.int8)))
     runs: list[tuple[int, int]] = []
     last_stop = 0
