@@ -23,12 +23,14 @@ class ReqContext:
         kv_transfer_params: Engine parameters of the request, passed through.
         priority: Larger is kept longer by policies that look at it.
         store: False: nothing of this request is stored.
+        started_seconds: Monotonic time at which the request came, on the clock of `RequestOutcome.now_seconds`.
     """
 
     req_id: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
     priority: int = 0
     store: bool = True
+    started_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +39,12 @@ class RequestOutcome:
 
     Attributes:
         now_seconds: Monotonic time of the end; None: policies count requests instead.
-        started_seconds: Monotonic time of the start: what returned then had waited until then, not until the end.
         output_tokens: Tokens generated.
         conversation_ended: The embedder knows that this conversation does not go on.
         expected_return_seconds: The embedder's estimate of when the conversation's next request comes.
     """
 
     now_seconds: float | None = None
-    started_seconds: float | None = None
     output_tokens: int | None = None
     conversation_ended: bool = False
     expected_return_seconds: float | None = None
