@@ -212,8 +212,10 @@ class OffloadEngine:
             raise UsageError(f"request {context.req_id!r} has begun already")
         if chain.groups != self.geometry.groups:
             raise UsageError(f"the chain was cut for {chain.groups}, the model has {self.geometry.groups}")
-        state = RequestState(context, chain, [0] * len(chain.groups), self._clock())
-        self._requests[context.req_id] = state
+        req_id, now = context.req_id, self._clock()
+        if context.started_seconds is None:
+            context = replace(context, started_seconds=now)
+        self._requests[req_id] = RequestState(context, chain, [0] * len(chain.groups), now)
 
     def state(self, request_id: str) -> RequestState:
         """Return a request's state.
@@ -245,7 +247,7 @@ class OffloadEngine:
         now = self._clock()
         outcome = request.outcome or RequestOutcome()
         if outcome.now_seconds is None:
-            outcome = replace(outcome, now_seconds=now, started_seconds=request.began_seconds)
+            outcome = replace(outcome, now_seconds=now)
         core.manager.finish_request(request.context, outcome, keys)
         core.flush_events()
         self._recent[request_id] = request.chain
