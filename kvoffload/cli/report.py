@@ -8,6 +8,14 @@ from collections.abc import Mapping
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
+def report(title: str, values: Mapping[str, object], *, as_json: bool) -> None:
+    """Print a result in the form that was asked for."""
+    if as_json:
+        print_json(values)
+    else:
+        print_table(title, values)
+
+
 def print_json(values: Mapping[str, object]) -> None:
     """Print one object on standard output."""
     print(json.dumps(values, indent=2))
@@ -24,7 +32,7 @@ def print_table(title: str, values: Mapping[str, object]) -> None:
     for name, value in values.items():
         if isinstance(value, Mapping):
             inner = ", ".join(f"{key} {readable(key, item)}" for key, item in value.items())
-            table.add_row(name.replace("_", " "), inner)
+            table.add_row(name.replace("_", " "), inner or "-")
         else:
             table.add_row(name.replace("_", " "), readable(name, value))
     Console().print(table)

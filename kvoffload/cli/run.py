@@ -15,16 +15,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvoffload.cli.progress import progress_bar
-from kvoffload.cli.report import print_json, print_table
-from kvoffload.cli.values import Capacity, capacity, natural, positive, size
+from kvoffload.cli.values import Capacity, capacity, natural, positive, size, speed
 from kvoffload.config import OffloadConfig
 from kvoffload.errors import ConfigError
-from kvoffload.manager.base import OffloadingManager
-from kvoffload.manager.cpu import CPUOffloadingManager
-from kvoffload.manager.reuse_filter import FilterReusedOffloadingManager
-from kvoffload.simulate.dry import run_dry
-from kvoffload.simulate.gpu_cache import GpuPrefixCache
 from kvoffload.simulate.workload import Workload, WorkloadSize
 
 
@@ -54,8 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="drop",
         help="a prompt's unfinished last block: real engines do not offer it (drop)",
     )
+    add("--concurrency", type=positive, default=8, metavar="N", help="requests at a time (8)")
+    add("--speed", type=speed, metavar="max|N", help="N times the trace's own clock, or as fast as possible (max)")
+    add("--verify", action=argparse.BooleanOptionalAction, default=True, help="check each loaded block's bytes (on)")
     add("--seed", type=int, default=0, help="seed of the built-in chats (0)")
-    add("--requests", type=positive, metavar="N", help="stop after N requests (all of a trace; 600 built-in)")
+    add("--requests", type=positive, metavar="N", help="stop after N requests (all of a trace; 2000 built-in)")
     add("--skip-bad-lines", action="store_true", help="go on after a trace line that cannot be used, and count it")
     add("--json", action="store_true", help="one JSON object on standard output")
 
@@ -72,69 +68,35 @@ def run(args: argparse.Namespace) -> int:
     measured = workload.measure()
     if measured.bad_lines:
         print(f"skipped {measured.bad_lines} line(s), the first: {workload.first_error()}", file=sys.stderr)
-    blocks = capacity_blocks(args, measured)
-    if blocks < 1:
-        raise ConfigError(f"the host memory asked for does not hold one offloaded block: {_asked(args)}")
-    if blocks * args.block_size_factor < measured.largest_request:
+    config = _config(args, workload, measured)
+    held = config.cpu_bytes_to_use // args.block_bytes
+    if held < measured.largest_request:
         print(
-            f"note: {blocks * args.block_size_factor} blocks of host memory are less than the longest prompt's "
-            f"{measured.largest_request}: such a request is stored in part or not at all",
+            f"note: {held} blocks of host memory are less than the longest prompt's {measured.largest_request}: "
+            "such a request is stored in part or not at all",
             file=sys.stderr,
         )
-    if not args.dry:
-        raise ConfigError("only --dry is available in this build")
-    return _dry(args, workload, measured, blocks)
+    if args.dry:
+        from kvoffload.cli.dry import run_dry_command
+
+        return run_dry_command(args, workload, measured, config)
+    from kvoffload.cli.drive import run_drive_command
+
+    return run_drive_command(args, workload, measured, config)
 
 
-def capacity_blocks(args: argparse.Namespace, measured: WorkloadSize) -> int:
-    """Return the host memory in offloaded blocks."""
+def _config(args: argparse.Namespace, workload: Workload, measured: WorkloadSize) -> OffloadConfig:
+    """Return the service's configuration; its host memory is a whole number of offloaded blocks."""
     factor: int = args.block_size_factor
-    if args.cpu_bytes is not None:
-        return int(args.cpu_bytes // (args.block_bytes * factor))
+    offloaded = args.block_bytes * factor
     asked: Capacity = args.capacity
-    return asked.resolve(measured.unique_blocks) // factor
-
-
-def _asked(args: argparse.Namespace) -> str:
-    size_of_block = args.block_bytes * args.block_size_factor
-    return f"{args.cpu_bytes} bytes, a block has {size_of_block}" if args.cpu_bytes else "raise --capacity"
-
-
-def _dry(args: argparse.Namespace, workload: Workload, measured: WorkloadSize, blocks: int) -> int:
-    manager: OffloadingManager = CPUOffloadingManager(blocks, args.policy)
-    if args.store_threshold >= 2:
-        config = OffloadConfig(cpu_bytes_to_use=1, gpu_block_size=1)
-        manager = FilterReusedOffloadingManager(manager, args.store_threshold, config.max_tracker_size)
-    gpu = GpuPrefixCache(args.gpu_blocks, reuse=True) if args.gpu_blocks else None
-    with progress_bar("deciding", measured.requests) as advance:
-        result = run_dry(
-            workload,
-            manager,
-            factor=args.block_size_factor,
-            store_step=args.store_step,
-            gpu=gpu,
-            progress=advance,
-        )
-    factor: int = args.block_size_factor
-    stats = manager.stats()
-    values: dict[str, object] = {
-        "workload": workload.name,
-        "policy": args.policy,
-        "capacity_blocks": blocks * factor,
-        "unique_blocks": measured.unique_blocks,
-        "skipped_lines": measured.bad_lines,
-        "requests": result.requests,
-        "requested_blocks": result.requested_blocks,
-        "gpu_hit_blocks": result.gpu_hit_blocks,
-        "prefix_hit_blocks": result.prefix_hit_blocks,
-        "prefix_hit_ratio": result.prefix_hit_blocks / result.requested_blocks,
-        "stored_blocks": stats.stored * factor,
-        "evicted_blocks": stats.evicted * factor,
-        "filtered_blocks": stats.filtered * factor,
-        "refused_stores": result.refused_stores,
-    }
-    if args.json:
-        print_json(values)
-    else:
-        print_table("kvoffload run --dry", values)
-    return 0
+    wanted = args.cpu_bytes or asked.resolve(measured.unique_blocks) * args.block_bytes
+    if wanted < offloaded:
+        raise ConfigError(f"the host memory asked for must hold one offloaded block of {offloaded} bytes; got {wanted}")
+    return OffloadConfig(
+        cpu_bytes_to_use=wanted // offloaded * offloaded,
+        gpu_block_size=workload.block_tokens,
+        block_size=workload.block_tokens * factor,
+        eviction_policy=args.policy,
+        store_threshold=args.store_threshold,
+    )

@@ -46,6 +46,19 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error).removeprefix("size ")) from None
 
 
+def speed(text: str) -> float | None:
+    """Read `max` (None), or how many times faster than a trace's clock."""
+    if text == "max":
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be 'max' or a positive number; got {text!r}")
+    return value
+
+
 def positive(text: str) -> int:
     """Read a whole number of at least 1."""
     return _at_least(text, 1)

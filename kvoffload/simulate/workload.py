@@ -56,7 +56,7 @@ class Workload(Iterable[WorkloadRequest]):
     Args:
         traces: Trace files, one after the other; none: the built-in chats.
         seed: Seed of the built-in chats.
-        limit: Requests to take; None: all of the traces, 600 chats.
+        limit: Requests to take; None: all of the traces, `DEFAULT_CHATS` built-in ones.
         keep_partial: Also keep a prompt's unfinished last block, which real engines do not offer.
         skip_bad_lines: Go on after a line that cannot be used, and count it.
 
@@ -64,7 +64,7 @@ class Workload(Iterable[WorkloadRequest]):
         ConfigError: The traces count different numbers of tokens in one block (found while measuring).
     """
 
-    DEFAULT_CHATS = 600
+    DEFAULT_CHATS = 2000
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Workload(Iterable[WorkloadRequest]):
         self._readers = [TraceReader(path, skip_bad_lines=skip_bad_lines) for path in traces]
         self._seed = seed
         self._limit = limit if limit is not None or traces else self.DEFAULT_CHATS
-        self._keep_partial = keep_partial
+        self.keep_partial = keep_partial
         self.block_tokens = ChatWorkload().block_tokens
 
     @property
@@ -118,7 +118,7 @@ class Workload(Iterable[WorkloadRequest]):
             if source != current:
                 current, start = source, end
             end = start + request.arrival_seconds
-            ids = request.blocks(self.block_tokens, keep_partial=self._keep_partial)
+            ids = request.blocks(self.block_tokens, keep_partial=self.keep_partial)
             hashes = [_hash(source, block) for block in ids]
             yield WorkloadRequest(number, end, hashes, len(set(request.hash_ids)), request.output_length)
 

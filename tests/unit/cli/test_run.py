@@ -1,11 +1,17 @@
 """`kvoffload run --dry`: options, output, what is wrong."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from kvoffload.cli.main import main
 
+SHM = Path("/dev/shm")
 LINE = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n'
 
 
@@ -53,7 +59,7 @@ def test_capacity_below_one_request_works_and_says_so(tmp_path, capsys):
 
 def test_memory_below_one_block_is_refused_with_both_numbers(capsys):
     assert main(["run", "--dry", "--cpu-bytes", "1KiB", "--block-bytes", "4KiB"]) == 2
-    assert "1024 bytes, a block has 4096" in capsys.readouterr().err
+    assert "block of 4096 bytes; got 1024" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -75,3 +81,55 @@ def test_wrong_option_values_are_usage_mistakes(arguments, capsys):
         main(["run", "--dry", *arguments])
     assert stop.value.code == 2
     assert arguments[0].lstrip("-") in capsys.readouterr().err
+
+
+FIELDS = {
+    "requests", "requested_blocks", "prefix_hit_ratio", "stored_blocks", "loaded_blocks", "evicted_blocks",
+    "bytes_stored", "bytes_loaded", "verified_blocks", "corrupt_blocks", "store_gbps", "load_gbps", "load_latency_ms",
+    "max_loop_lag_ms", "failures", "leaked",
+}  # fmt: skip
+
+
+def test_a_run_of_the_service_reports_every_field(capsys):
+    arguments = ["run", "--requests", "60", "--block-bytes", "1KiB", "--capacity", "50%", "--json"]
+    assert main(arguments) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values.keys() >= FIELDS
+    assert values["load_latency_ms"].keys() == {"p50", "p99"}
+    assert values["leaked"] == {"pins": 0, "jobs": 0, "tasks": 0, "threads": 0, "shm": 0}
+    assert values["corrupt_blocks"] == 0
+    assert values["verified_blocks"] == values["loaded_blocks"] > 0
+
+
+def test_a_run_of_the_service_prints_a_table(capsys):
+    assert main(["run", "--requests", "20", "--block-bytes", "1KiB", "--gpu-blocks", "300", "--no-verify"]) == 0
+    out = capsys.readouterr().out
+    assert "leaked" in out
+    assert "pins 0, jobs 0, tasks 0, threads 0, shm 0" in out
+
+
+def test_a_corrupt_block_is_a_failure(monkeypatch, capsys):
+    monkeypatch.setattr("kvoffload.simulate.gpu_memory.SimulatedGpu.count_wrong", lambda *_: 1)
+    assert main(["run", "--requests", "30", "--block-bytes", "1KiB", "--capacity", "80%"]) == 1
+
+
+@pytest.mark.parametrize("arguments", [["--speed", "0"], ["--speed", "fast"], ["--concurrency", "0"]])
+def test_wrong_run_options_are_usage_mistakes(arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(["run", *arguments])
+    assert stop.value.code == 2
+
+
+def test_interrupt_exits_with_130_and_leaves_no_shared_memory():
+    before = set(SHM.iterdir())
+    code = (
+        "import sys; from kvoffload.cli.main import main; sys.exit(main(['run', '--speed', '1', '--capacity', '500']))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and len(list(Path(f"/proc/{process.pid}/task").iterdir())) < 4:
+            time.sleep(0.02)  # until its copy threads run
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err.decode().strip()) == (130, b"", "interrupted")
+    assert {path for path in set(SHM.iterdir()) - before if f"{process.pid}" in path.name} == set()

@@ -1,0 +1,79 @@
+"""`kvoffload run`: the requests through the real service, with real bytes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+
+from kvoffload.cli.progress import progress_bar
+from kvoffload.cli.report import report
+from kvoffload.config import OffloadConfig
+from kvoffload.simulate.drive import DriveOptions, DriveResult, drive
+from kvoffload.simulate.workload import Workload, WorkloadSize
+
+
+def run_drive_command(
+    args: argparse.Namespace, workload: Workload, measured: WorkloadSize, config: OffloadConfig
+) -> int:
+    """Drive, and report what happened; 1 when a block was wrong, a copy failed or something was left behind."""
+    options = DriveOptions(
+        block_bytes=args.block_bytes,
+        gpu_blocks=args.gpu_blocks,
+        store_step=args.store_step,
+        concurrency=args.concurrency,
+        speed=args.speed,
+        verify=args.verify,
+    )
+    with progress_bar("serving", measured.requests) as advance:
+        result = asyncio.run(drive(workload, measured, config, options, progress=advance))
+    values = {
+        "workload": workload.name,
+        "policy": config.eviction_policy,
+        "capacity_blocks": config.cpu_bytes_to_use // args.block_bytes,
+        "capacity_bytes": config.cpu_bytes_to_use,
+        "unique_blocks": measured.unique_blocks,
+        "skipped_lines": measured.bad_lines,
+        **_values(result, config.block_size_factor),
+    }
+    report("kvoffload run", values, as_json=args.json)
+    failed = result.corrupt_blocks or result.failures or any(result.leaked.values())
+    return 1 if failed else 0
+
+
+def _values(result: DriveResult, factor: int) -> dict[str, object]:
+    stats, metrics = result.stats, result.metrics
+    return {
+        "seconds": round(result.seconds, 3),
+        "requests": result.requests,
+        "requested_blocks": result.requested_blocks,
+        "gpu_hit_blocks": result.gpu_hit_blocks,
+        "loaded_blocks": result.loaded_blocks,
+        "prefix_hit_ratio": result.loaded_blocks / result.requested_blocks,
+        "stored_blocks": result.stored_blocks,
+        "evicted_blocks": stats.manager.evicted * factor,
+        "filtered_blocks": result.filtered_blocks,
+        "rejected_blocks": result.rejected_blocks,
+        "bytes_stored": stats.stored_bytes,
+        "bytes_loaded": stats.loaded_bytes,
+        "verified_blocks": result.verified_blocks,
+        "corrupt_blocks": result.corrupt_blocks,
+        "store_gbps": round(metrics.rate("store"), 3),
+        "load_gbps": round(metrics.rate("load"), 3),
+        "load_latency_ms": {
+            "p50": _milliseconds(result.load_seconds, 0.5),
+            "p99": _milliseconds(result.load_seconds, 0.99),
+        },
+        "p999_loop_lag_ms": _milliseconds(result.loop_lag_seconds, 0.999),
+        "max_loop_lag_ms": _milliseconds(result.loop_lag_seconds, 1.0),
+        "failures": result.failures,
+        "leaked": result.leaked,
+    }
+
+
+def _milliseconds(seconds: Sequence[float], share: float) -> float | None:
+    """Return a percentile in ms; None when there is nothing."""
+    if not seconds:
+        return None
+    ordered = sorted(seconds)
+    return round(1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))], 3)

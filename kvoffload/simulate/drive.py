@@ -1,0 +1,309 @@
+"""A workload through the real service, with real bytes: what `kvoffload run` does.
+
+Each request is a small engine of its own: it takes GPU blocks, loads what is held, computes the rest in steps, offers
+each step, and leaves. Its GPU blocks come back through `free` when no copy touches them. One thread stands for the
+device: it writes and checks blocks, so that the loop's lag shows what the service costs the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from kvoffload.config import OffloadConfig
+from kvoffload.memory.canonical import CanonicalKVCaches
+from kvoffload.service.request import StoreJob
+from kvoffload.service.results import LoadOutcome, Stats, StoreResult
+from kvoffload.service.service import OffloadService
+from kvoffload.simulate.gpu_cache import GpuPrefixCache, GpuTable
+from kvoffload.simulate.gpu_memory import SimulatedGpu
+from kvoffload.simulate.workload import Workload, WorkloadRequest, WorkloadSize
+
+_SHM = Path("/dev/shm")  # noqa: S108 - where regions live, not a temporary file
+_DRAIN_SECONDS = 30.0
+T = TypeVar("T")
+Work = Callable[[Sequence[int], Sequence[bytes]], T]
+
+
+@dataclass(frozen=True, slots=True)
+class DriveOptions:
+    """How a workload is driven.
+
+    Attributes:
+        block_bytes: Bytes of one engine block.
+        gpu_blocks: Blocks of the GPU prefix cache in front; 0: scratch blocks, nothing is found there.
+        store_step: Engine blocks computed and offered at a time.
+        concurrency: Requests at a time.
+        speed: Times faster than the trace's own clock; None: as fast as possible.
+        verify: Check every loaded block.
+    """
+
+    block_bytes: int
+    gpu_blocks: int = 0
+    store_step: int = 16
+    concurrency: int = 8
+    speed: float | None = None
+    verify: bool = True
+
+
+class RunMetrics:
+    """Adds up what the service counts and observes; a `MetricsSink`."""
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[str, str], int] = {}
+        self.sums: dict[tuple[str, str], float] = {}
+
+    def count(self, name: str, amount: int = 1, label: str = "") -> None:
+        """Add to a counter."""
+        self.counts[name, label] = self.counts.get((name, label), 0) + amount
+
+    def observe(self, name: str, value: float, label: str = "") -> None:
+        """Add an observation to its sum."""
+        self.sums[name, label] = self.sums.get((name, label), 0.0) + value
+
+    def rate(self, direction: str) -> float:
+        """Return the GB/s of one direction's copies, while they ran."""
+        seconds = self.sums.get(("transfer_copy_seconds", direction), 0.0)
+        return self.counts.get(("transfer_bytes", direction), 0) / seconds / 1e9 if seconds else 0.0
+
+
+@dataclass(slots=True)
+class DriveResult:
+    """What happened; blocks are engine blocks.
+
+    Attributes:
+        requests: Requests served.
+        requested_blocks: Blocks of their prompts, unfinished ones included.
+        gpu_hit_blocks: Blocks found on the simulated GPU.
+        loaded_blocks: Blocks loaded from host memory: the prefix hits.
+        verified_blocks: Loaded blocks that were checked.
+        corrupt_blocks: Checked blocks that held other bytes than were stored.
+        stored_blocks: Blocks that became readable.
+        filtered_blocks: Blocks that a reuse filter or the policy did not let in.
+        rejected_blocks: Blocks that were refused, by reason.
+        failures: Loads and stores whose copy failed or did not end in time.
+        load_seconds: Duration of each load that moved something, as the request felt it.
+        loop_lag_seconds: How late each tick of a 1 ms ticker was.
+        seconds: Duration of the run.
+        stats: The service's own counters at the end, nothing running.
+        metrics: What the service counted.
+        leaked: What was left: pins and jobs before closing; tasks, threads and shared memory after.
+    """
+
+    requests: int = 0
+    requested_blocks: int = 0
+    gpu_hit_blocks: int = 0
+    loaded_blocks: int = 0
+    verified_blocks: int = 0
+    corrupt_blocks: int = 0
+    stored_blocks: int = 0
+    filtered_blocks: int = 0
+    rejected_blocks: dict[str, int] = field(default_factory=dict)
+    failures: int = 0
+    load_seconds: array[float] = field(default_factory=lambda: array("d"))
+    loop_lag_seconds: array[float] = field(default_factory=lambda: array("d"))
+    seconds: float = 0.0
+    stats: Stats = field(default_factory=Stats)
+    metrics: RunMetrics = field(default_factory=RunMetrics)
+    leaked: dict[str, int] = field(default_factory=dict)
+
+
+async def drive(
+    workload: Workload,
+    measured: WorkloadSize,
+    config: OffloadConfig,
+    options: DriveOptions,
+    *,
+    progress: Callable[[], None] = lambda: None,
+) -> DriveResult:
+    """Run a workload to its end and return what happened.
+
+    Args:
+        workload: The requests.
+        measured: Their sizes.
+        config: The service's configuration.
+        options: How to drive it.
+        progress: Called after each request.
+    """
+    before = _Surroundings.now()
+    driver = _Driver(workload, measured, config, options, progress)
+    result = await driver.run()
+    after = _Surroundings.now()
+    for _ in range(100):  # a thread that has done its work may need a moment to be gone
+        if after.threads <= before.threads and after.tasks <= before.tasks:
+            break
+        await asyncio.sleep(0.01)
+        after = _Surroundings.now()
+    result.leaked |= {
+        "tasks": len(after.tasks - before.tasks),
+        "threads": len(after.threads - before.threads),
+        "shm": len(after.shm - before.shm),
+    }
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Surroundings:
+    """What a run must leave as it found it."""
+
+    tasks: set[asyncio.Task[object]]
+    threads: set[threading.Thread]
+    shm: set[str]
+
+    @classmethod
+    def now(cls) -> _Surroundings:
+        files = {path.name for path in _SHM.iterdir() if "kvoffload" in path.name} if _SHM.is_dir() else set()
+        return cls(set(asyncio.all_tasks()), set(threading.enumerate()), files)
+
+
+class _Driver:
+    """The engine around the service: GPU blocks, requests at a time, the clock of arrivals."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        measured: WorkloadSize,
+        config: OffloadConfig,
+        options: DriveOptions,
+        progress: Callable[[], None],
+    ) -> None:
+        self.workload, self.config, self.options, self.progress = workload, config, options, progress
+        scratch = measured.largest_request * min(max(options.concurrency, 2), 4)
+        pool = max(options.gpu_blocks, measured.largest_request) if options.gpu_blocks else scratch
+        self.cache = GpuPrefixCache(pool, reuse=options.gpu_blocks > 0)
+        self.gpu = SimulatedGpu(pool, options.block_bytes)
+        self.device = ThreadPoolExecutor(1, thread_name_prefix="simulated-gpu")
+        self.block_tokens = workload.block_tokens
+        self.result = DriveResult()
+        self.room = asyncio.Event()
+        self.turn = asyncio.Lock()
+
+    async def run(self) -> DriveResult:
+        result = self.result
+        loop = asyncio.get_running_loop()
+        caches = CanonicalKVCaches.from_layers(self.gpu.layers, block_dim=0)
+        async with OffloadService(self.config, caches, metrics=result.metrics) as service:
+            ticker = loop.create_task(_tick(result.loop_lag_seconds))
+            try:
+                start = loop.time()
+                await self._serve_all(service, start)
+                drained = await service.drain(_DRAIN_SECONDS)
+                result.seconds = loop.time() - start
+            finally:
+                ticker.cancel()
+                self.device.shutdown()
+            result.stats = service.stats()
+            stats = result.stats
+            result.leaked = {
+                "pins": stats.manager.pinned,
+                "jobs": stats.running_loads + stats.running_stores + stats.queued_stores + (not drained),
+            }
+        return result
+
+    async def _serve_all(self, service: OffloadService, start: float) -> None:
+        loop = asyncio.get_running_loop()
+        slots = asyncio.Semaphore(self.options.concurrency)
+        speed = self.options.speed
+        async with asyncio.TaskGroup() as tasks:
+            for request in self.workload:
+                if speed is not None:
+                    await asyncio.sleep(start + request.arrival_seconds / speed - loop.time())
+                await slots.acquire()
+                task = tasks.create_task(self._serve(service, request))
+                task.add_done_callback(lambda _: slots.release())
+
+    async def _serve(self, service: OffloadService, request: WorkloadRequest) -> None:
+        result, names = self.result, request.block_hashes
+        if names:
+            for job in await self._generate(service, request):
+                _book(await job, result)
+        result.requests += 1
+        result.requested_blocks += request.num_blocks
+        self.progress()
+
+    async def _generate(self, service: OffloadService, request: WorkloadRequest) -> list[StoreJob]:
+        """Do what an engine does for one prompt; return the stores on their way."""
+        result, names = self.result, request.block_hashes
+        table = await self._acquire(names)
+        result.gpu_hit_blocks += table.cached
+        chain = service.chain(block_hashes=names)
+        stores: list[StoreJob] = []
+        async with service.request(str(request.number), chain, gpu_blocks=table.blocks, free=self._release) as served:
+            # A prompt with an unfinished block has tokens left to compute anyway.
+            leave = 1 if request.num_blocks == len(names) and not self.workload.keep_partial else 0
+            began = service.clock()
+            loaded = await served.load(first_block=table.cached, leave_tokens=leave)
+            if loaded.outcome in (LoadOutcome.FAILED, LoadOutcome.UNHEALTHY):
+                result.failures += 1
+            if loaded.undefined_gpu_blocks:
+                return stores  # a copy may still write them: this prompt needs other blocks
+            done = table.cached + loaded.num_blocks
+            if loaded.num_blocks:
+                result.load_seconds.append(service.clock() - began)
+                result.loaded_blocks += loaded.num_blocks
+                await self._check(table, names, done)
+            step = self.options.store_step
+            for end in [min(begin + step, len(names)) for begin in range(done, len(names), step)] or [done]:
+                await self._compute(table, names, done, end)
+                stores.append(served.store(computed_tokens=end * self.block_tokens, ready="host-visible"))
+                done = end
+            served.finished(output_tokens=request.output_tokens)
+        return stores
+
+    async def _check(self, table: GpuTable, names: Sequence[bytes], end: int) -> None:
+        """Check what was loaded, up to block `end`; only then it serves later requests."""
+        result, part = self.result, slice(table.cached, end)
+        if self.options.verify:
+            wrong = await self._on_device(self.gpu.count_wrong, table.blocks[part], names[part])
+            result.corrupt_blocks += wrong
+            result.verified_blocks += end - table.cached
+        self._commit(table.blocks[part], names[part])
+
+    async def _compute(self, table: GpuTable, names: Sequence[bytes], begin: int, end: int) -> None:
+        part = slice(begin, end)
+        await self._on_device(self.gpu.compute, table.blocks[part], names[part])
+        self._commit(table.blocks[part], names[part])
+
+    async def _on_device(self, work: Work[T], blocks: Sequence[int], names: Sequence[bytes]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.device, partial(work, blocks, names))
+
+    def _commit(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+        for block, name in zip(blocks, names, strict=True):
+            self.cache.commit(block, name)
+
+    async def _acquire(self, names: Sequence[bytes]) -> GpuTable:
+        """Wait for GPU blocks; who came first is served first."""
+        async with self.turn:
+            while (table := self.cache.acquire(names)) is None:
+                self.room.clear()
+                await self.room.wait()
+            return table
+
+    def _release(self, blocks: Sequence[int]) -> None:
+        self.cache.release(blocks)
+        self.room.set()
+
+
+def _book(stored: StoreResult, result: DriveResult) -> None:
+    result.stored_blocks += stored.stored
+    result.filtered_blocks += stored.filtered
+    result.failures += stored.failed > 0
+    if stored.rejected:
+        reason = stored.reason or "other"
+        result.rejected_blocks[reason] = result.rejected_blocks.get(reason, 0) + stored.rejected
+
+
+async def _tick(lags: array[float]) -> None:
+    """Note how late each of many 1 ms sleeps ends."""
+    clock = asyncio.get_running_loop().time
+    while True:
+        due = clock() + 0.001
+        await asyncio.sleep(0.001)
+        lags.append(clock() - due)

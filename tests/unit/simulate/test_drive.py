@@ -1,0 +1,109 @@
+"""A workload through the real service."""
+
+import asyncio
+import json
+import threading
+
+import pytest
+
+from kvoffload.config import OffloadConfig
+from kvoffload.manager.cpu import CPUOffloadingManager
+from kvoffload.simulate.drive import DriveOptions, RunMetrics, drive
+from kvoffload.simulate.dry import run_dry
+from kvoffload.simulate.gpu_memory import SimulatedGpu
+from kvoffload.simulate.workload import Workload
+
+BLOCK = 1024
+CLEAN = {"pins": 0, "jobs": 0, "tasks": 0, "threads": 0, "shm": 0}
+
+
+async def driven(workload, *, blocks, factor=1, progress=lambda: None, **options):
+    measured = workload.measure()
+    config = OffloadConfig(
+        cpu_bytes_to_use=blocks * BLOCK * factor,
+        gpu_block_size=workload.block_tokens,
+        block_size=workload.block_tokens * factor,
+    )
+    return await drive(workload, measured, config, DriveOptions(block_bytes=BLOCK, **options), progress=progress)
+
+
+async def test_one_request_at_a_time_decides_as_the_manager_alone():
+    workload = Workload(limit=150, keep_partial=True)
+    result = await driven(workload, blocks=300, concurrency=1)
+    dry = run_dry(workload, CPUOffloadingManager(300))
+    assert result.requested_blocks == dry.requested_blocks
+    assert result.loaded_blocks == pytest.approx(dry.prefix_hit_blocks, rel=0.02)
+    assert result.stored_blocks == pytest.approx(dry.stats.stored, rel=0.02)
+
+
+@pytest.mark.parametrize("options", [{}, {"gpu_blocks": 400}, {"factor": 3}, {"gpu_blocks": 400, "factor": 2}])
+async def test_every_loaded_block_is_right_and_nothing_is_left(options):
+    result = await driven(Workload(limit=200), blocks=200, concurrency=16, **options)
+    assert result.requests == 200
+    assert result.verified_blocks == result.loaded_blocks > 0
+    assert (result.corrupt_blocks, result.failures) == (0, 0)
+    assert result.leaked == CLEAN
+    assert (result.gpu_hit_blocks > 0) == ("gpu_blocks" in options)
+    assert len(result.load_seconds) > 0
+    assert result.metrics.rate("store") > 0
+    assert result.stats.stored_bytes == result.stored_blocks * BLOCK
+
+
+async def test_a_wrong_byte_is_found(monkeypatch):
+    compute = SimulatedGpu.compute
+
+    def compute_wrong(self, blocks, names):
+        compute(self, blocks, names)
+        for array in self.layers.values():
+            array[list(blocks), -1] += 1
+
+    monkeypatch.setattr(SimulatedGpu, "compute", compute_wrong)
+    result = await driven(Workload(limit=60), blocks=500)
+    assert result.corrupt_blocks == result.loaded_blocks > 0
+
+
+async def test_without_verification_nothing_is_checked():
+    result = await driven(Workload(limit=60), blocks=500, verify=False)
+    assert result.loaded_blocks > 0
+    assert result.verified_blocks == 0
+
+
+async def test_requests_wait_for_their_time(tmp_path):
+    lines = [
+        {"timestamp": stamp, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]} for stamp in (0, 40, 80)
+    ]
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    timed = await driven(Workload([path]), blocks=4, speed=1.0)
+    assert timed.seconds >= 0.08
+    assert timed.loaded_blocks == 2  # one block of each prompt is left to compute
+
+
+async def test_a_request_shorter_than_a_block_is_served(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 100, "output_length": 1, "hash_ids": [1]}\n' * 2)
+    result = await driven(Workload([path]), blocks=4)
+    assert (result.requests, result.requested_blocks, result.stored_blocks, result.leaked) == (2, 2, 0, CLEAN)
+
+
+async def test_an_interrupted_run_leaves_nothing():
+    tasks, threads = asyncio.all_tasks(), set(threading.enumerate())
+    served = asyncio.Event()
+    run = asyncio.ensure_future(driven(Workload(limit=3000), blocks=500, progress=served.set))
+    await served.wait()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert asyncio.all_tasks() == tasks
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_rates_are_bytes_over_the_time_of_copies():
+    metrics = RunMetrics()
+    assert metrics.rate("store") == 0.0
+    metrics.count("transfer_bytes", 3_000_000_000, "store")
+    metrics.observe("transfer_copy_seconds", 0.5, "store")
+    metrics.observe("transfer_copy_seconds", 1.0, "store")
+    assert metrics.rate("store") == 2.0
