@@ -53,13 +53,7 @@ class NoSpaceError(KVOffloadError):
 
 
 class TransferError(KVOffloadError):
-    """A copy failed; found in results, raised only by calls that promise bytes.
-
-    Attributes:
-        cuda_error: The CUDA driver's error code, where it came from there.
-    """
-
-    cuda_error: int | None = None
+    """A copy failed; found in results, raised only by calls that promise bytes."""
 
 
 class ClosedError(KVOffloadError):

@@ -1,0 +1,372 @@
+"""`KVOffloadManager`: kvoffload's manager in the place of vLLM's, in the scheduler's process.
+
+Theory of operation. vLLM names neither jobs nor reservations when it reports completions: it gives the request and an
+unordered set of keys, and after `reset_cache()` it gives nothing. The adapter therefore remembers the ticket of each
+reservation with its request, and knows by it which copy ended, which one failed on a worker (`note_failed`), and which
+belong to a cache that was reset. Memory of reset copies is given back at the next schedule: by then vLLM has put the
+order to wait for them in front of everything that could use that memory again.
+
+Nothing here waits, and the data plane is elsewhere (`vllm_worker`), possibly in another process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingManager,
+    PrepareStoreOutput,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.base import OffloadingEvent as VllmEvent
+from vllm.v1.kv_offload.base import ReqContext as VllmContext
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvoffload.integrations.vllm_feed import Feed
+from kvoffload.integrations.vllm_metrics import ManagerMetrics
+from kvoffload.integrations.vllm_recency import (
+    FINISH_POLICIES,
+    GhostLearningManager,
+    RequestUses,
+    mark_finished,
+    request_keys,
+)
+from kvoffload.integrations.vllm_requests import GroupView, RequestView
+from kvoffload.keys import OffloadKey
+from kvoffload.manager.base import ReqContext, RequestOutcome
+from kvoffload.manager.cpu import CPUOffloadingManager
+from kvoffload.manager.reuse_filter import FilterReusedOffloadingManager
+from kvoffload.manager.specs import CPULoadStoreSpec
+
+_HIT, _MISS, _PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
+
+
+class HostBlocks(CPULoadStoreSpec):
+    """Rows of host memory for one job, as the worker receives them.
+
+    Attributes:
+        req_id: Request that the job belongs to; the worker names it when a load failed.
+    """
+
+    def __init__(self, spec: CPULoadStoreSpec, req_id: str) -> None:
+        super().__init__(spec.block_ids, spec.ticket)
+        self.req_id = req_id
+
+
+class _Request:
+    """What the adapter knows of one vLLM request; kept in vLLM's own request context."""
+
+    __slots__ = ("context", "generation", "last_miss", "loads", "pending_since", "stores", "uses")
+
+    def __init__(self, context: ReqContext, generation: int) -> None:
+        self.context = context
+        self.restart(generation)
+
+    def restart(self, generation: int) -> None:
+        self.generation = generation
+        self.uses = RequestUses()
+        self.stores: list[tuple[int, set[OffloadKey]]] = []
+        self.loads: list[tuple[int, set[OffloadKey]]] = []
+        self.pending_since: float | None = None
+        self.last_miss: OffloadKey | None = None
+
+
+class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyped here
+    """vLLM's view of a `CPUOffloadingManager`.
+
+    Args:
+        num_blocks: Offloaded blocks in host memory.
+        cache_policy: Any policy of kvoffload.
+        store_threshold: Requests that must have offered a block before it is stored; below 2 all are.
+        max_tracker_size: Blocks that the reuse filter counts.
+        feed: Where stored and removed blocks are announced.
+        tokens_per_hash: Tokens that one hash of a vLLM request covers.
+        pending_wait_seconds: How long a request may be held up by blocks that are still written before they are a miss.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        cache_policy: str = "lru",
+        *,
+        store_threshold: int = 0,
+        max_tracker_size: int = 64_000,
+        feed: Feed | None = None,
+        tokens_per_hash: int = 16,
+        pending_wait_seconds: float = 0.2,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.feed = feed
+        cpu_class = GhostLearningManager if cache_policy == "arc" else CPUOffloadingManager
+        self.cpu = cpu_class(num_blocks, cache_policy, enable_events=feed is not None)
+        self.filter = (
+            FilterReusedOffloadingManager(self.cpu, store_threshold, max_tracker_size) if store_threshold >= 2 else None
+        )
+        self.metrics = ManagerMetrics(self.cpu)
+        self.pending_wait_seconds = pending_wait_seconds
+        self._front = self.filter or self.cpu
+        self._clock = clock
+        self._peek = self.cpu.peek
+        self._uses_at_finish = cache_policy in FINISH_POLICIES
+        self._recency_only = cache_policy == "lru"
+        self._tokens_per_hash = tokens_per_hash
+        self._generation = 0
+        self._open: dict[int, tuple[bool, set[OffloadKey]]] = {}
+        self._failed: set[int] = set()
+        self._reset: list[tuple[int, bool, set[OffloadKey]]] = []
+        self._closed_to: set[str] = set()
+        self._views: dict[str, RequestView] = {}
+        self._groups: Mapping[int, GroupView] | None = None
+
+    # ---- requests
+
+    @property
+    def wants_requests(self) -> bool:
+        """Whether blocks are described, so that the manager needs to see the requests themselves."""
+        return self.feed is not None and self.feed.needs_infos
+
+    def attach_request(self, request: Any, groups: Callable[[], Mapping[int, GroupView]]) -> None:  # noqa: ANN401
+        """Take a vLLM `Request` whose blocks may be offered; `groups` is asked once."""
+        if self._groups is None:
+            self._groups = groups()
+        self._views[request.request_id] = RequestView(request, self._groups, self._tokens_per_hash)
+
+    def on_new_request(self, req_context: VllmContext) -> RequestOffloadingContext:
+        """Open a request."""
+        self._state(req_context)
+        if not req_context.load_tier_filter.allows(Medium.CPU, None):
+            self._closed_to.add(req_context.req_id)
+        return RequestOffloadingContext()
+
+    def _state(self, req_context: VllmContext) -> _Request:
+        state: _Request | None = req_context.get_state(_Request)
+        if state is None:
+            state = _Request(_context(req_context), self._generation)
+            req_context.set_state(state)
+        elif state.generation != self._generation:
+            state.restart(self._generation)
+        return state
+
+    def on_request_finished(self, req_context: VllmContext) -> None:
+        """Count the request's uses; completions of its copies may still come."""
+        state = self._state(req_context)
+        req_id = req_context.req_id
+        self._views.pop(req_id, None)
+        self._closed_to.discard(req_id)
+        if self._uses_at_finish:
+            position = req_context.get_offload_key_position
+            mark_finished(self.cpu, state.uses, position, recency_only=self._recency_only)
+            keys: tuple[OffloadKey, ...] = ()
+        else:
+            keys = self._all_keys(req_context, state)
+        state.uses = RequestUses()
+        self._front.finish_request(state.context, RequestOutcome(now_seconds=self._clock()), keys)
+        if isinstance(self.cpu, GhostLearningManager):
+            self.cpu.forget(req_id)
+
+    def _all_keys(self, req_context: VllmContext, state: _Request) -> tuple[OffloadKey, ...]:
+        return tuple(request_keys(getattr(req_context, "_offload_key_positions", None) or state.uses.keys))
+
+    def _announce_start(self, req_context: VllmContext, state: _Request) -> None:
+        if not self._uses_at_finish and not state.uses.announced:
+            state.uses.announced = True
+            self.cpu.touch(self._all_keys(req_context, state), state.context)
+
+    # ---- lookups and loads
+
+    def lookup(self, key: OffloadKey, req_context: VllmContext) -> LookupResult:
+        """Say whether a block can be loaded; cheap, since vLLM polls it while a block is written."""
+        found = self._peek(key)
+        if found and not self._closed_to:
+            return _HIT
+        if found is False:
+            state = self._state(req_context)
+            if key != state.last_miss:
+                state.last_miss = key
+                self.cpu.lookup(key, state.context)
+            return _MISS
+        if req_context.req_id in self._closed_to:
+            return _MISS
+        return _HIT if found else self._lookup_pending(key, req_context)
+
+    def _lookup_pending(self, key: OffloadKey, req_context: VllmContext) -> LookupResult:
+        state = self._state(req_context)
+        now = self._clock()
+        if state.pending_since is None:
+            state.pending_since = now
+            self.cpu.lookup(key, state.context)
+        return _PENDING if now - state.pending_since < self.pending_wait_seconds else _MISS
+
+    def get_load_source(self, key: OffloadKey, req_context: VllmContext) -> CacheHitSource:  # noqa: ARG002
+        """Return host memory: the only tier."""
+        return CacheHitSource.HOST
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: VllmContext) -> HostBlocks:
+        """Pin blocks for one load job."""
+        state = self._state(req_context)
+        self._announce_start(req_context, state)
+        spec = self.cpu.prepare_load(keys, state.context)
+        self.cpu.lookup_prefix(tuple(keys), state.context)
+        state.pending_since = None
+        if spec.ticket is not None:
+            loading = set(keys)
+            state.loads.append((spec.ticket, loading))
+            self._open[spec.ticket] = (False, loading)
+        state.uses.loaded(keys)
+        self.metrics.loads += 1
+        return HostBlocks(spec, req_context.req_id)
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: VllmContext) -> None:
+        """Unpin; blocks whose load failed are dropped, so that the request's next lookup recomputes them."""
+        ticket = self._close(self._state(req_context).loads, keys)
+        if ticket is None:
+            return
+        self.cpu.complete_load(keys, ticket=ticket)
+        if ticket in self._failed:
+            self._failed.discard(ticket)
+            self.metrics.failed_loads += 1
+            self.cpu.discard(keys)
+            self._publish()
+
+    def _close(self, jobs: list[tuple[int, set[OffloadKey]]], keys: Collection[OffloadKey]) -> int | None:
+        """Return the ticket of the request's job on `keys` and forget the job."""
+        probe = next(iter(keys), None)
+        for index, (ticket, held) in enumerate(jobs):
+            if probe in held:
+                del jobs[index]
+                self._open.pop(ticket, None)
+                return ticket
+        return None
+
+    # ---- stores
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: VllmContext) -> PrepareStoreOutput | None:
+        """Reserve blocks for an offer; None when there is no room."""
+        state = self._state(req_context)
+        self._announce_start(req_context, state)
+        state.pending_since = None
+        peek = self._peek
+        held = [key for key in keys if peek(key)]
+        output = self._front.prepare_store(keys, state.context)
+        if output is None:
+            self.metrics.refused_stores += 1
+            state.uses.offered(self._admitted(keys), held, ())
+            return None
+        stored = output.keys_to_store
+        chosen = set(stored)
+        state.uses.offered([key for key in keys if key in chosen or peek(key)] if held else stored, held, stored)
+        if output.ticket is not None:
+            state.stores.append((output.ticket, chosen))
+            self._open[output.ticket] = (True, chosen)
+            self._describe(stored, req_context)
+        if output.evicted_keys:
+            self._publish()
+        spec = HostBlocks(_cpu_spec(output.store_spec), req_context.req_id)
+        return PrepareStoreOutput(stored, spec, output.evicted_keys)
+
+    def _admitted(self, keys: Collection[OffloadKey]) -> Collection[OffloadKey]:
+        """Return the keys of a refused offer that count as used: readable ones, and those that wanted a block."""
+        peek = self._peek
+        if self.filter is None:
+            return [key for key in keys if peek(key) is not None]
+        counts, threshold = self.filter.counts, self.filter.store_threshold
+        return [key for key in keys if (found := peek(key)) or (found is False and counts.get(key, 0) >= threshold)]
+
+    def _describe(self, keys: Iterable[OffloadKey], req_context: VllmContext) -> None:
+        feed, view = self.feed, self._views.get(req_context.req_id)
+        if feed is None or view is None:
+            return
+        for key in keys:
+            info = view.info(key, req_context.get_offload_key_position(key))
+            if info is not None:
+                feed.infos[key] = info
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: VllmContext, success: bool = True) -> None:
+        """Make blocks readable, or drop them when their copy failed on any worker, whatever vLLM says."""
+        ticket = self._close(self._state(req_context).stores, keys)
+        if ticket is None:
+            return
+        if ticket in self._failed:
+            self._failed.discard(ticket)
+            success = False
+        if not success:
+            self.metrics.failed_stores += 1
+        self.cpu.complete_store(keys, success, ticket=ticket)
+        if not success and self.feed is not None:
+            self.feed.forget(keys)
+        self._publish()
+
+    # ---- what the worker and the engine tell
+
+    def note_failed(self, tickets: Iterable[int]) -> None:
+        """Hear of copies that failed on a worker, before vLLM reports them as complete."""
+        self._failed.update(ticket for ticket in tickets if ticket in self._open)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:  # noqa: ARG002
+        """Give back the memory of copies that were running at a reset: this step's orders wait for them first."""
+        if not self._reset:
+            return
+        for ticket, is_store, keys in self._reset:
+            if is_store:
+                self.cpu.complete_store(keys, False, ticket=ticket)
+            else:
+                self.cpu.complete_load(keys, ticket=ticket)
+        self._reset.clear()
+
+    def has_pending_work(self) -> bool:
+        """Whether copies of a cache that was reset still hold memory: the engine must step once more."""
+        return bool(self._reset)
+
+    def reset_cache(self) -> None:
+        """Drop every block and announce it; vLLM will not report copies that are running."""
+        self._reset += [(ticket, is_store, keys) for ticket, (is_store, keys) in self._open.items()]
+        self._open.clear()
+        self._failed.clear()
+        self._generation += 1
+        self.cpu.reset_cache()
+        if self.feed is not None:
+            self.feed.reset(self.cpu.take_events())
+        self.metrics.resets += 1
+
+    # ---- events and figures
+
+    def _publish(self) -> None:
+        if self.feed is not None and self.cpu.events:
+            self.feed.publish(self.cpu.take_events())
+
+    def take_events(self) -> Iterable[VllmEvent]:
+        """Return events for vLLM's own publisher; none when kvoffload publishes itself."""
+        return self.feed.take() if self.feed is not None else ()
+
+    def get_stats(self) -> Any:  # noqa: ANN401 - vLLM's OffloadingConnectorStats
+        """Return what changed since the last call, None if nothing did."""
+        return self.metrics.take()
+
+    def shutdown(self) -> None:
+        """Close the feed; idempotent."""
+        if self.feed is not None:
+            self.feed.close()
+        self.metrics.close()
+
+
+def _context(req_context: VllmContext) -> ReqContext:
+    """Return kvoffload's context; `kv_transfer_params={"kvoffload": {"priority": 1, "store": false}}` is understood."""
+    params = req_context.kv_transfer_params
+    ours = (params or {}).get("kvoffload")
+    context = ReqContext(req_context.req_id, params)
+    if isinstance(ours, Mapping):
+        if isinstance(ours.get("priority"), int):
+            context.priority = int(ours["priority"])
+        if isinstance(ours.get("store"), bool):
+            context.store = bool(ours["store"])
+    return context
+
+
+def _cpu_spec(spec: object) -> CPULoadStoreSpec:
+    return spec if isinstance(spec, CPULoadStoreSpec) else CPULoadStoreSpec([])

