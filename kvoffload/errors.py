@@ -53,7 +53,13 @@ class NoSpaceError(KVOffloadError):
 
 
 class TransferError(KVOffloadError):
-    """A copy failed; found in results, raised only by calls that promise bytes."""
+    """A copy failed; found in results, raised only by calls that promise bytes.
+
+    Attributes:
+        cuda_error: The CUDA driver's error code, where it came from there.
+    """
+
+    cuda_error: int | None = None
 
 
 class ClosedError(KVOffloadError):

@@ -5,12 +5,11 @@ An allocator's pinned blocks are rounded up to a power of two (5 GiB become 8); 
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from collections.abc import Sequence
 
 from kvoffload.memory import preflight
 from kvoffload.memory.block_tensor import BlockTensor
+from kvoffload.memory.mapping import Mapping
 from kvoffload.memory.populate import Progress, populate
 
 _ALIGN_BYTES = 64
@@ -25,7 +24,8 @@ def allocate_host_tensors(
 ) -> list[BlockTensor]:
     """Return populated tensors of `num_blocks` rows, one per entry of `row_bytes`, in one mapping.
 
-    Takes about half a second per GiB without the GIL. The mapping lives as long as any of the tensors.
+    Takes about half a second per GiB without the GIL. The mapping lives as long as any of the tensors;
+    their `owner` is its `Mapping`.
 
     Raises:
         NoSpaceError: Less memory is available (machine or cgroup) than that takes; nothing stays allocated.
@@ -35,15 +35,9 @@ def allocate_host_tensors(
         offsets.append(total)
         total += -(-row * num_blocks // _ALIGN_BYTES) * _ALIGN_BYTES
     preflight.check_memory(total, "host tensors", system)
-    mapping = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    address = mapping_address(mapping)
-    populate(address, total, "host tensors", progress)
+    mapping = Mapping.anonymous(total)
+    populate(mapping.address, total, "host tensors", progress)
     return [
-        BlockTensor(address + offset, num_blocks, row, row, owner=mapping)
+        BlockTensor(mapping.address + offset, num_blocks, row, row, owner=mapping)
         for offset, row in zip(offsets, row_bytes, strict=True)
     ]
-
-
-def mapping_address(mapping: mmap.mmap) -> int:
-    """Return where a mapping starts; it keeps no hold on it."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))

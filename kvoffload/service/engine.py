@@ -102,6 +102,7 @@ class OffloadEngine:
                 worker.register_handler(src_cls, dst_cls, handler)
         except BaseException:
             worker.shutdown()
+            self.spec.shutdown()
             self.bridge.close()
             raise
         worker.set_notify(self.bridge.notify)
@@ -193,6 +194,7 @@ class OffloadEngine:
                 jobs=jobs,
             )
         self._board.worker.shutdown()
+        self.spec.shutdown()
         core.manager.shutdown()
         self.bridge.close()
 

@@ -75,6 +75,9 @@ class OffloadingSpec(ABC):
     def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[HandlerRoute]:
         """Yield a route per direction; made at the first call, the same ones later."""
 
+    def shutdown(self, timeout: float = 10.0) -> None:
+        """Release what manager and handlers share (page locks, device contexts), after the handlers; idempotent."""
+
 
 def _check_groups(configured: Sequence[int], actual: Sequence[int]) -> None:
     expected = list(configured) * len(actual) if len(configured) == 1 else list(configured)

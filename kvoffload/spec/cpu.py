@@ -55,7 +55,7 @@ class CPUOffloadingSpec(OffloadingSpec):
             manager: OffloadingManager = CPUOffloadingManager(
                 num_blocks=self.num_blocks,
                 cache_policy=config.eviction_policy,
-                enable_events=config.events is not None,
+                enable_events=True,  # the service learns of removals from them, also where no feed is published
             )
             if config.store_threshold >= 2:
                 manager = FilterReusedOffloadingManager(
@@ -77,6 +77,12 @@ class CPUOffloadingSpec(OffloadingSpec):
                 kv_caches=kv_caches,
                 block_size_factor=self.block_size_factor,
                 num_cpu_blocks=self.num_blocks,
+                pin_memory=self.config.pin_memory,
             )
         yield GPULoadStoreSpec, CPULoadStoreSpec, self._handlers.gpu_to_cpu_handler
         yield CPULoadStoreSpec, GPULoadStoreSpec, self._handlers.cpu_to_gpu_handler
+
+    def shutdown(self, timeout: float = 10.0) -> None:
+        """Shut both handlers down and unlock their host memory; idempotent."""
+        if self._handlers is not None:
+            self._handlers.shutdown(timeout)

@@ -13,11 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvoffload.errors import ClosedError, UnsupportedError, UsageError
-from kvoffload.memory.block_tensor import TensorLike
+from kvoffload.memory.block_tensor import TensorLike, as_block_tensor
 from kvoffload.memory.canonical import CanonicalKVCacheRef, CanonicalKVCaches
 from kvoffload.memory.host_memory import allocate_host_tensors
+from kvoffload.memory.pinning import PinMode
 from kvoffload.transfer.base import HOST_VISIBLE, OffloadingHandler, Ready, TransferResult, TransferSpec, TransferType
 from kvoffload.transfer.checks import OwnerProcess
+from kvoffload.transfer.cuda import CudaBackend
 from kvoffload.transfer.host import HostStream
 from kvoffload.transfer.plan import TransferLayout
 from kvoffload.transfer.stream import BlockOrder, CopyEvent, MakeStream
@@ -156,6 +158,7 @@ class CpuGpuOffloadingHandlers:
         cpu_tensors: Host tensors made elsewhere (a shared region's views), `num_cpu_blocks` rows each; None allocates
             exactly as many bytes as needed.
         make_stream: The device back end; None chooses by the KV caches' device.
+        pin_memory: Whether host memory allocated here is page-locked for a GPU: try, insist, or never.
         progress: Called with populated and total bytes while memory is allocated.
 
     Raises:
@@ -172,9 +175,10 @@ class CpuGpuOffloadingHandlers:
         *,
         cpu_tensors: Sequence[TensorLike] | None = None,
         make_stream: MakeStream | None = None,
+        pin_memory: PinMode = "auto",
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        make_stream = make_stream or stream_maker(kv_caches.device)
+        backend = None if make_stream is not None else open_backend(kv_caches.device)
         if block_size_factor < 1 or num_cpu_blocks < 1:
             raise UsageError(
                 f"block_size_factor and num_cpu_blocks must be at least 1, got {block_size_factor} and {num_cpu_blocks}"
@@ -182,6 +186,10 @@ class CpuGpuOffloadingHandlers:
         if cpu_tensors is None:
             row_bytes = [tensor.page_size_bytes * block_size_factor for tensor in kv_caches.tensors]
             cpu_tensors = allocate_host_tensors(row_bytes, num_cpu_blocks, progress=progress)
+        if isinstance(backend, CudaBackend):
+            backend.pin([as_block_tensor(tensor) for tensor in cpu_tensors], pin_memory, progress)
+        self._backend = backend
+        make_stream = make_stream or (backend.make_stream if backend is not None else HostStream)
         gpu_tensors = [tensor.view for tensor in kv_caches.tensors]
         order = BlockOrder(kv_caches.num_blocks)
         self.gpu_to_cpu_handler, self.cpu_to_gpu_handler = (
@@ -210,16 +218,21 @@ class CpuGpuOffloadingHandlers:
             self.gpu_to_cpu_handler.shutdown(timeout)
         finally:
             self.cpu_to_gpu_handler.shutdown(timeout)
+        if self._backend is not None and not self.pending_jobs():
+            self._backend.close()
+            self._backend = None
 
 
-def stream_maker(device: str) -> MakeStream:
-    """Return the back end for KV caches on a device.
+def open_backend(device: str) -> CudaBackend | None:
+    """Return the back end for KV caches on a device; None for the host back end.
 
     Raises:
         UnsupportedError: This machine or build has none.
     """
     if device == "cpu":
-        return HostStream
+        return None
+    if device.partition(":")[0] == "cuda":
+        return CudaBackend(device)
     raise UnsupportedError(
         f"KV caches on {device!r}: there is no back end for this device here; host memory (device 'cpu') always works"
     )

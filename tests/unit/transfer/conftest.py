@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from functools import partial
 
 import numpy as np
 import pytest
+from fakes.cuda import ComputeEvent, FakeCuda
 
 from kvoffload.manager.specs import CPULoadStoreSpec, GPULoadStoreSpec
+from kvoffload.memory.block_tensor import BlockTensor
 from kvoffload.memory.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvoffload.transfer.base import HOST_VISIBLE
+from kvoffload.transfer.cuda import CudaBackend, CudaStream
+from kvoffload.transfer.cuda_driver import CudaDriver
 from kvoffload.transfer.directional import CpuGpuOffloadingHandlers
 from kvoffload.transfer.plan import TransferLayout
 from kvoffload.transfer.scripted import ScriptedOffloadingHandlers
@@ -36,6 +42,16 @@ class Rig:
         caches = CanonicalKVCaches(
             [CanonicalKVCacheTensor(t, p) for t, p in zip(tensors, pages, strict=True)], self.refs
         )
+        if backend.startswith("cuda"):
+            self.fake = FakeCuda(11080 if backend == "cuda-old" else 13000)
+            self.cuda = CudaBackend("cuda:0", CudaDriver(self.fake))
+            make_stream = partial(CudaStream, device=self.cuda.device, pinned=backend != "cuda-pageable")
+            tensors = [
+                BlockTensor(a.ctypes.data, *a.shape[:1], a.strides[0], a.shape[1], "cuda:0", a) for a in self.gpu
+            ]
+            caches = CanonicalKVCaches(
+                [CanonicalKVCacheTensor(t, p) for t, p in zip(tensors, pages, strict=True)], self.refs
+            )
         rows = [page * factor for page in pages]
         if strided:  # one row of all tensors after the other, as ranks share a region, plus a foreign share
             whole = rng.integers(-128, 128, (cpu_blocks, sum(rows) + 32), np.int8)
@@ -43,7 +59,7 @@ class Rig:
             self.cpu = [whole[:, end - row : end] for end, row in zip(ends, rows, strict=True)]
         else:
             self.cpu = [rng.integers(-128, 128, (cpu_blocks, row), np.int8) for row in rows]
-        if backend == "host":
+        if backend != "scripted":
             self.pair = CpuGpuOffloadingHandlers(
                 caches, factor, cpu_blocks, cpu_tensors=self.cpu, make_stream=make_stream
             )
@@ -51,6 +67,17 @@ class Rig:
             self.pair = ScriptedOffloadingHandlers(TransferLayout(self.gpu, self.cpu, factor, self.refs))
         self.stores, self.loads = self.pair.gpu_to_cpu_handler, self.pair.cpu_to_gpu_handler
         self.ids = itertools.count(1)
+
+    def event(self):
+        """Return what a caller records after its last write; `set()` says that the write has ended."""
+        return ComputeEvent(self.fake) if self.backend.startswith("cuda") else threading.Event()
+
+    def close(self):
+        self.pair.shutdown(5)
+        assert self.stores.pending_jobs() == self.loads.pending_jobs() == []
+        if self.backend.startswith("cuda"):
+            self.cuda.close()
+            self.fake.close()
 
     def specs(self, gpu_ids, cpu_ids, sizes=None, indices=None):
         sizes = [len(gpu_ids)] if sizes is None else sizes
@@ -118,10 +145,15 @@ def make_rig():
 
     yield make
     for rig in rigs:
-        rig.pair.shutdown(5)
-        assert rig.stores.pending_jobs() == rig.loads.pending_jobs() == []
+        rig.close()
+
+
+@pytest.fixture(params=["host", "scripted", "cuda", "cuda-pageable", "cuda-old"])
+def backend(request):
+    return request.param
 
 
 @pytest.fixture(params=["host", "scripted"])
-def backend(request):
+def host_backend(request):
+    """The backends whose copies can be given up before they start; a device's cannot."""
     return request.param

@@ -1,0 +1,322 @@
+"""Residency: from what a manager or engine reports to what is announced, as transitions.
+
+A block is announced when it becomes present and removed when it ceases to be, once each, however many offloaded blocks
+contain it. It is *withheld* as long as an indexer could not use it or would be misled: no description, a salt without
+the extra keys that tell tenants apart, a value with no encoding, or a parent that is not announced (consumers drop such
+a child, or cannot reach it). A withheld block is announced as soon as what it lacks arrives.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kvoffload.events.blocks import Ident, Node, Unit, encode_unit
+from kvoffload.events.journal import Journal
+from kvoffload.events.wire import MEDIA, BlockStored, Hash, WireError
+from kvoffload.keys import BlockInfo, OffloadKey, get_offload_block_hash, get_offload_group_idx
+
+Reason = Literal["no_info", "salted", "malformed", "unencodable", "orphan"]
+REASONS: tuple[Reason, ...] = ("no_info", "salted", "malformed", "unencodable", "orphan")
+
+
+@dataclass(slots=True)
+class Withheld:
+    """A present block that is not announced."""
+
+    reason: Reason
+    unit: Unit | None
+    count: int = 1
+
+
+class Residency:
+    """Keeps the announced set equal to the present, described set. Pure: its owner locks and sends.
+
+    Args:
+        journal: Where transitions go.
+        media: Media to announce; others are ignored.
+    """
+
+    def __init__(self, journal: Journal, media: Iterable[str] = MEDIA) -> None:
+        self.journal = journal
+        self._media = frozenset(media)
+        self._withheld: dict[Ident, Withheld] = {}
+        self._waiting: dict[tuple[int | None, Hash], set[Ident]] = {}
+        self._factors: dict[int, int] = {}
+        self._sizes: Counter[Reason] = Counter()
+        self.withheld_total: Counter[Reason] = Counter()
+        self.unknown_removals = 0
+
+    def withheld(self) -> dict[Reason, int]:
+        """Return how many blocks are withheld now, by reason."""
+        return {reason: self._sizes[reason] for reason in REASONS}
+
+    # What the manager says: offloaded blocks by key.
+
+    def store(self, key: OffloadKey, medium: str, info: BlockInfo | None) -> None:
+        """An offloaded block became readable."""
+        if medium not in self._media:
+            return
+        tier = self.journal.tiers.index(medium, get_offload_group_idx(key))
+        ident = self.journal.tiers.ident(tier, self.journal.codec.hash_of(get_offload_block_hash(key)))
+        held = self._withheld.get(ident)
+        if held is not None:
+            held.count += 1
+            if info is not None:
+                self._describe(ident, key, tier, info)
+            return
+        self._admit(ident, *self._unit(key, tier, info))
+
+    def remove(self, key: OffloadKey, medium: str) -> None:
+        """An offloaded block ceased to be readable."""
+        if medium not in self._media:
+            return
+        tier = self.journal.tiers.index(medium, get_offload_group_idx(key))
+        ident = self.journal.tiers.ident(tier, self.journal.codec.hash_of(get_offload_block_hash(key)))
+        if self._forget_withheld(ident):
+            return
+        self._retract(ident)
+
+    def describe(self, infos: Mapping[OffloadKey, BlockInfo]) -> None:
+        """Announce withheld blocks whose description arrived late."""
+        if not self._withheld:
+            return
+        tiers, codec = self.journal.tiers, self.journal.codec
+        for key, info in infos.items():
+            name = codec.hash_of(get_offload_block_hash(key))
+            for tier in tiers.of_group(get_offload_group_idx(key)):
+                ident = tiers.ident(tier, name)
+                if ident in self._withheld:
+                    self._describe(ident, key, tier, info)
+
+    def _describe(self, ident: Ident, key: OffloadKey, tier: int, info: BlockInfo) -> None:
+        held = self._withheld[ident]
+        if held.unit is not None:
+            return
+        unit, reason = self._unit(key, tier, info)
+        if reason is not None:
+            return
+        self._forget(ident)
+        self._admit(ident, unit, None, held.count)
+
+    # What an engine says: events of its own feed, or of `gpu_stored`.
+
+    def engine_stored(self, event: BlockStored, default_group: int | None = 0) -> None:
+        """Engine blocks became present."""
+        medium = event.medium or "GPU"
+        if medium not in self._media:
+            return
+        tiers = self.journal.tiers
+        tier = tiers.index(medium, default_group if event.group_idx is None else event.group_idx)
+        hashes = tuple(event.block_hashes)
+        wanted = int if self.journal.codec.hash_mode == "uint64" else bytes
+        described = event.block_size > 0 and len(event.token_ids) == len(hashes) * event.block_size
+        if not hashes or any(type(name) is not wanted for name in hashes):
+            self.withheld_total["malformed"] += len(hashes)
+            return
+        unit = Unit(
+            tier,
+            hashes,
+            event.parent_block_hash,
+            event.token_ids,
+            event.block_size,
+            event.lora_name,
+            event.extra_keys,
+            event.kv_cache_spec_kind,
+            event.kv_cache_spec_sliding_window,
+        )
+        idents = [tiers.ident(tier, name) for name in hashes]
+        withheld = [ident in self._withheld for ident in idents]
+        if described and not any(withheld) and self._reason(unit) is None:
+            self._admit(idents[-1], unit, None)
+            return
+        for index, ident in enumerate(idents):
+            held = self._withheld.get(ident)
+            if held is not None:
+                held.count += 1
+            if described:
+                part = unit.part(index, index + 1)
+                if held is None:
+                    self._admit(ident, part, None)
+                elif held.unit is None:
+                    self._forget(ident)
+                    self._admit(ident, part, None, held.count)
+            elif held is None:
+                self._admit(ident, None, "no_info")
+
+    def engine_removed(self, hashes: Sequence[Hash], medium: str, group: int | None = 0) -> None:
+        """Engine blocks ceased to be present."""
+        if medium not in self._media:
+            return
+        tiers = self.journal.tiers
+        tier = tiers.index(medium, group)
+        for name in hashes:
+            ident = tiers.ident(tier, name)
+            if not self._forget_withheld(ident):
+                self._retract(ident)
+
+    def engine_cleared(self, medium: str = "GPU") -> None:
+        """An engine cleared its tier: consumers clear every tier, so what other media hold is announced again."""
+        gone = self.journal.tiers.of_medium(medium)
+        for ident in [i for i in self._withheld if self.journal.tiers.tier_of(i) in gone]:
+            self._forget(ident)
+        if self.journal.sole:
+            nodes = self.journal.clear()
+            self.journal.restore(n for n in nodes if self.journal.tiers.tier_of(n.ident) not in gone)
+        else:
+            for node in self.journal.nodes_of(gone):
+                self.journal.retire(node)
+            self.journal.reannounce()
+
+    # Inside.
+
+    def _unit(self, key: OffloadKey, tier: int, info: BlockInfo | None) -> tuple[Unit | None, Reason | None]:
+        if info is None:
+            return None, "no_info"
+        if info.salted and not any(info.extra_keys or ()):
+            return None, "salted"
+        count = len(info.block_hashes)
+        factor = self._factors.setdefault(tier, count)
+        if (
+            count < 1
+            or count != factor
+            or info.block_size < 1
+            or len(info.token_ids) != count * info.block_size
+            or info.block_hashes[-1] != get_offload_block_hash(key)
+            or (info.extra_keys is not None and len(info.extra_keys) != count)
+            or self.journal.tiers.name(tier)[0] not in MEDIA
+        ):
+            return None, "malformed"
+        hash_of = self.journal.codec.hash_of
+        return Unit(
+            tier,
+            tuple([hash_of(h) for h in info.block_hashes]),
+            None if info.parent_hash is None else hash_of(info.parent_hash),
+            info.token_ids,
+            info.block_size,
+            info.lora_name,
+            info.extra_keys,
+            info.kind,
+            info.sliding_window,
+        ), None
+
+    def _admit(self, ident: Ident, unit: Unit | None, reason: Reason | None, count: int = 1) -> None:
+        """Announce a unit, and then what waited for it; or withhold it."""
+        reason = reason or (None if unit is None else self._reason(unit))
+        if unit is None or reason is not None:
+            if self.journal.live(ident) is None:
+                self._withhold(ident, unit, reason or "no_info", count)
+            for node in self._block(ident):
+                node.refs += count
+            return
+        if not self._announce(unit, count):
+            self._withhold(ident, None, "unencodable", count)
+            return
+        if self._waiting:
+            for waiting in self._released(unit):
+                held = self._withheld[waiting]
+                child = held.unit
+                if child is None or self._reason(child) is not None:
+                    continue
+                self._forget(waiting)
+                if not self._announce(child, held.count):
+                    self._withhold(waiting, None, "unencodable", held.count)
+
+    def _released(self, unit: Unit) -> Iterator[Ident]:
+        """Yield the withheld blocks that waited for `unit`, and for those in turn."""
+        tiers = self.journal.tiers
+        group = tiers.name(unit.tier)[1]
+        stack = [(group, name) for name in unit.hashes]
+        while stack:
+            for ident in list(self._waiting.get(stack.pop(), ())):
+                held = self._withheld.get(ident)
+                hashes = held.unit.hashes if held is not None and held.unit is not None else ()
+                if hashes:
+                    yield ident
+                    stack.extend((group, name) for name in hashes)
+
+    def _reason(self, unit: Unit) -> Reason | None:
+        if unit.parent is None or self.journal.known(unit.tier, unit.parent) is not None:
+            return None
+        return "orphan"
+
+    def _announce(self, unit: Unit, count: int) -> bool:
+        """Announce the blocks of `unit` that are absent; False when they have no encoding (nothing has changed)."""
+        journal, tier = self.journal, unit.tier
+        idents = [journal.tiers.ident(tier, name) for name in unit.hashes]
+        absent = [journal.live(ident) is None for ident in idents]
+        runs: list[tuple[int, int, bytes]] = []
+        start = 0
+        try:
+            while start < len(idents):
+                stop = start + 1
+                if absent[start]:
+                    while stop < len(idents) and absent[stop]:
+                        stop += 1
+                    runs.append((start, stop, encode_unit(journal.codec, journal.tiers, unit.part(start, stop))))
+                start = stop
+        except WireError:
+            return False
+        for start, stop, event in runs:
+            parent: Node | None = None
+            if start:
+                parent = journal.live(idents[start - 1])
+            elif unit.parent is not None:
+                parent = journal.known(tier, unit.parent)
+            journal.announce(tier, unit.hashes[start:stop], event, parent)
+        for ident, new in zip(idents, absent, strict=True):
+            node = journal.live(ident)
+            if node is not None:
+                node.refs += count - 1 if new else count
+        return True
+
+    def _block(self, ident: Ident) -> list[Node]:
+        """Return the announced engine blocks of the offloaded block that ends at `ident`, the last one first."""
+        nodes: list[Node] = []
+        node = self.journal.live(ident)
+        for _ in range(self._factors.get(self.journal.tiers.tier_of(ident), 1)):
+            if node is None:
+                break
+            nodes.append(node)
+            node = None if node.parent is None else self.journal.live(node.parent.ident)
+        return nodes
+
+    def _retract(self, ident: Ident) -> None:
+        """Remove the offloaded block that ends at `ident`: those of its blocks that no other one contains."""
+        nodes = self._block(ident)
+        if not nodes:
+            self.unknown_removals += 1
+        for node in nodes:
+            node.refs -= 1
+            if node.refs <= 0:
+                self.journal.retire(node)
+
+    def _withhold(self, ident: Ident, unit: Unit | None, reason: Reason, count: int) -> None:
+        self._withheld[ident] = Withheld(reason, unit, count)
+        self._sizes[reason] += 1
+        self.withheld_total[reason] += 1
+        if unit is not None and unit.parent is not None:
+            group = self.journal.tiers.name(unit.tier)[1]
+            self._waiting.setdefault((group, unit.parent), set()).add(ident)
+
+    def _forget_withheld(self, ident: Ident) -> bool:
+        held = self._withheld.get(ident)
+        if held is None:
+            return False
+        held.count -= 1
+        if held.count <= 0:
+            self._forget(ident)
+        return True
+
+    def _forget(self, ident: Ident) -> None:
+        held = self._withheld.pop(ident)
+        self._sizes[held.reason] -= 1
+        if held.unit is not None and held.unit.parent is not None:
+            place = (self.journal.tiers.name(held.unit.tier)[1], held.unit.parent)
+            waiting = self._waiting.get(place)
+            if waiting is not None:
+                waiting.discard(ident)
+                if not waiting:
+                    del self._waiting[place]
