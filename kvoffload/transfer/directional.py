@@ -232,7 +232,10 @@ def open_backend(device: str) -> CudaBackend | None:
     if device == "cpu":
         return None
     if device.partition(":")[0] == "cuda":
-        return CudaBackend(device)
+        try:
+            return CudaBackend(device)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"KV caches on {device!r}: {error}") from error
     raise UnsupportedError(
         f"KV caches on {device!r}: there is no back end for this device here; host memory (device 'cpu') always works"
     )
