@@ -28,6 +28,7 @@ _munmap = _libc.munmap
 _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _munmap.restype = ctypes.c_int
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_UNMAP_PIECE_BYTES = 16 * 1024 * 1024  # one call holds the address space: other threads' malloc waits for it
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
@@ -86,4 +87,5 @@ def _unmap(address: int, length: int, before: list[Callable[[], None]], pid: int
                 callback()
             except Exception:
                 logger.exception("releasing memory at %#x from its device failed", address)
-    _munmap(address, length)
+    for at in range(0, length, _UNMAP_PIECE_BYTES):
+        _munmap(address + at, min(_UNMAP_PIECE_BYTES, length - at))

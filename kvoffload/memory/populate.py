@@ -15,7 +15,8 @@ from collections.abc import Callable
 from kvoffload.errors import NoSpaceError
 
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python 3.11's mmap
-PIECE_BYTES = 64 * 1024 * 1024
+PIECE_BYTES = 4 * 1024 * 1024  # one call holds the address space: other threads' malloc waits for it
+_PROGRESS_BYTES = 64 * 1024 * 1024
 
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -34,7 +35,7 @@ def populate(address: int, length: int, what: str, progress: Progress | None = N
         address: Start, on a page boundary.
         length: Bytes.
         what: Named in errors.
-        progress: Called with populated and total bytes after each piece.
+        progress: Called with populated and total bytes after each 64 MiB and at the end.
 
     Raises:
         NoSpaceError: The kernel has no more pages for this mapping.
@@ -55,7 +56,7 @@ def populate(address: int, length: int, what: str, progress: Progress | None = N
             else:
                 continue
         done += piece
-        if progress is not None:
+        if progress is not None and (done % _PROGRESS_BYTES == 0 or done == length):
             progress(done, length)
 
 
