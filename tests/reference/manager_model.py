@@ -167,7 +167,11 @@ class CheckedManager:
         if output is None:
             if self.refuses_only_when_full:
                 assert len(wanted) > self.free() + len(self.evictable(offered))
-            self.count["refused"] += len(wanted)
+            refused = len(wanted)
+            if not self.admits_all:  # how many it would have admitted shows only here
+                refused = self.manager.stats().refused - self.count["refused"]
+                assert 0 < refused <= len(wanted)
+            self.count["refused"] += refused
             return None
         if self.admits_all:
             assert output.filtered_keys == below

@@ -1,0 +1,93 @@
+"""What the adaptive policy learns: how likely a block is asked for again, given its class and its age.
+
+Theory of operation. Blocks of one *reuse class* (how its run is used, how much was asked and answered, the hint it
+came with) are taken to behave alike. Per class and age bin two sums are kept: blocks that lived through the bin
+(*exposed*) and blocks that were asked for in it (*asked*), both halved every few thousand requests. Their quotient,
+smoothed towards the class's kind and towards all blocks, is the hazard of reuse. The rank of (class, bin) is its
+Gittins index: over the best horizon, reuses bought per second that a block of memory stays occupied. The lowest rank is
+evicted first.
+
+Sources: the Gittins index for caching; hit density of LHD (Beckmann et al., NSDI'18).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from math import log2
+
+from kvoffload.manager.policies.adaptive_node import Node
+
+BINS = 14
+EDGES_SECONDS = (0.0, *(2.0**exponent for exponent in range(BINS - 1)), 4.0 * 2.0 ** (BINS - 1))
+"""Age bins: below 1 s, then one for each doubling; the last one has no end, this is the length it counts with."""
+
+_CLASS_WEIGHT = 500.0
+_MAX_HAZARD = 0.98
+
+SHARED = 3
+PRIVATE_PATH = 2
+LATER_TURN = 1
+FIRST_TURN = 0
+
+ClassKey = tuple[int, int, int, int]
+"""Kind, level, hint, priority."""
+
+
+def age_bin(age_seconds: float) -> int:
+    """Return the bin of an age."""
+    return 0 if age_seconds < 1.0 else min(BINS - 1, 1 + int(log2(age_seconds)))
+
+
+class KindTotals:
+    """The sums of one kind over its classes; hazards of thin classes lean on them."""
+
+    __slots__ = ("asked", "exposed")
+
+    def __init__(self) -> None:
+        self.asked = [0.0] * BINS
+        self.exposed = [0.0] * BINS
+
+
+class ReuseClass:
+    """Blocks that are taken to behave alike.
+
+    Attributes:
+        key: Kind, level, hint, priority.
+        number: Order of creation: breaks ties.
+        asked: Blocks asked for again, by age bin.
+        exposed: Blocks that entered the bin.
+        rank: Gittins index by age bin, times 2 to the power of the priority.
+        cells: Evictable nodes by age bin, the longest unused first.
+        exposures: Watched nodes by age bin, the same order.
+    """
+
+    __slots__ = ("asked", "cells", "exposed", "exposures", "in_heap", "key", "kind", "number", "rank", "worth")
+
+    def __init__(self, key: ClassKey, kind: KindTotals, number: int) -> None:
+        self.key = key
+        self.kind = kind
+        self.number = number
+        self.worth = 2.0 ** key[3]
+        self.asked = [0.0] * BINS
+        self.exposed = [0.0] * BINS
+        self.rank = [0.0] * BINS
+        self.in_heap = [False] * BINS
+        self.cells: list[OrderedDict[Node, None]] = [OrderedDict() for _ in range(BINS)]
+        self.exposures: list[OrderedDict[Node, None]] = [OrderedDict() for _ in range(BINS)]
+
+    def update_rank(self, base: list[float]) -> None:
+        """Recompute the ranks in one pass from the oldest bin; `base` holds the kind's hazards."""
+        stack: list[tuple[float, float, float]] = []  # reuses, block-seconds, survival of a horizon's pieces
+        for index in range(BINS - 1, -1, -1):
+            hazard = (self.asked[index] + _CLASS_WEIGHT * base[index]) / (self.exposed[index] + _CLASS_WEIGHT)
+            hazard = min(hazard, _MAX_HAZARD)
+            reuses, survival = hazard, 1.0 - hazard
+            seconds = (1.0 - hazard / 2.0) * (EDGES_SECONDS[index + 1] - EDGES_SECONDS[index])
+            while stack and stack[-1][0] * seconds > reuses * stack[-1][1]:
+                more_reuses, more_seconds, more_survival = stack.pop()
+                reuses += survival * more_reuses
+                seconds += survival * more_seconds
+                survival *= more_survival
+            stack.append((reuses, seconds, survival))
+            self.rank[index] = self.worth * reuses / seconds
+            self.in_heap[index] = False
