@@ -69,7 +69,7 @@ def _serve(
     gpu: GpuPrefixCache | None,
     result: DryResult,
 ) -> None:
-    context = ReqContext(str(request.number))
+    context = ReqContext(str(request.number), started_seconds=request.arrival_seconds)
     hashes = request.block_hashes
     keys = [make_offload_key(name, 0) for name in hashes[factor - 1 :: factor]]
     table = gpu.acquire(hashes) if gpu is not None else None

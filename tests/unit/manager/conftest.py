@@ -42,7 +42,7 @@ class Store:
         return self.manager.stats()
 
 
-@pytest.fixture(params=["lru", "arc"])
+@pytest.fixture(params=["lru", "arc", "adaptive"])
 def policy(request):
     return request.param
 
