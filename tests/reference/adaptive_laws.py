@@ -52,7 +52,7 @@ def check_adaptive(policy):
 
 
 def check_ghost_bound(policy):
-    """Assert, at the end of a request, that no more ghosts are remembered than the limit and what open requests need."""
+    """Assert, at a request's end, that no more ghosts are remembered than the limit and what open requests need."""
     tree = policy._tree
     nodes = set(tree.node_of.values())
     needed = sum(len(n.keys) - n.held for n in nodes if n.live_kids or (n.busy is not None and n.busy.open))
