@@ -163,12 +163,12 @@ def test_submitting_never_waits_for_copies(make_rig):
     assert len(rig.drain(rig.stores)) == 201
 
 
-def test_gpu_handlers_without_a_device_are_unsupported_at_the_call():
-    """A-K2."""
+def test_device_without_a_back_end_is_unsupported_at_the_call():
+    """A-K2; CUDA without a driver is `test_cuda`'s."""
     owner = np.zeros((4, 16), np.int8)
-    on_gpu = CanonicalKVCaches.from_layers({"a": BlockTensor(owner.ctypes.data, 4, 16, 16, "cuda:0", owner)})
-    with pytest.raises(UnsupportedError, match=r"'cuda:0'.*device 'cpu'"):
-        CpuGpuOffloadingHandlers(on_gpu, 1, 4)
+    on_device = CanonicalKVCaches.from_layers({"a": BlockTensor(owner.ctypes.data, 4, 16, 16, "xpu:0", owner)})
+    with pytest.raises(UnsupportedError, match=r"'xpu:0'.*device 'cpu'"):
+        CpuGpuOffloadingHandlers(on_device, 1, 4)
 
 
 def test_sizes_and_tensors_that_do_not_fit_are_refused():
