@@ -2,21 +2,26 @@
 
 Theory of operation. A block's memory is in one of four states, and every change goes through the methods of this file:
 
-    free      --prepare_store-->      writing
-    writing   --complete_store-->     ready (success) | free (failure)
-    writing   --reset, discard-->     detached --the copy's completion--> free
-    writing   --abandon-->            free, or detached while the copy runs
+    free      --prepare_store-->         writing
+    writing   --complete_store-->        ready (success) | free (failure)
+    writing   --reset, discard-->        detached --the copy's completion--> free
+    writing   --abandon-->               free, or detached while the copy runs
     ready     --evict, discard, reset--> free (not pinned) | detached (pinned) --last load's completion--> free
 
 *Detached* memory has no key any more, but a copy that has not ended may still read or write it. A reservation (one
 `prepare_store` or `prepare_load`) is known by its ticket and remembers its blocks until the copy's end is reported, so
 a late report finds exactly the memory it speaks of, whatever happened to the keys meanwhile.
+
+Per-block state is in the columns of a `BlockTable`, and a call works on whole batches. The usual completion names
+exactly the keys of its reservation: it takes the blocks from there and looks nothing up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+import numpy as np
 
 from kvoffload.errors import UsageError
 from kvoffload.keys import OffloadKey
@@ -30,21 +35,50 @@ from kvoffload.manager.base import (
     RequestOutcome,
 )
 from kvoffload.manager.block_pool import BlockPool
-from kvoffload.manager.policies.base import WRITING, BlockStatus, CachePolicy
+from kvoffload.manager.block_table import BlockTable, Ids
+from kvoffload.manager.policies.base import WRITING, CachePolicy
+from kvoffload.manager.policies.indexed import order_of
 from kvoffload.manager.policies.registry import load_policy
 from kvoffload.manager.request_book import RequestBook
 from kvoffload.manager.specs import CPULoadStoreSpec
 
-Blocks = dict[OffloadKey, BlockStatus]
-Entry = tuple[OffloadKey, BlockStatus]
+_NO_IDS = np.empty(0, np.int64)
+_MATCHES = tuple(Match(ready, 0) for ready in range(1024))
 
 
-@dataclass(slots=True)
 class _Reservation:
-    """Blocks that one copy reads or writes and whose end was not reported yet."""
+    """Blocks that one copy reads or writes and whose end was not reported yet.
 
-    is_store: bool
-    blocks: Blocks
+    Attributes:
+        is_store: A store's, else a load's.
+        keys: Its keys, each once.
+        ids: Their blocks.
+        rest: What is left of it, once a part was completed.
+    """
+
+    __slots__ = ("ids", "is_store", "keys", "rest")
+
+    def __init__(self, keys: list[OffloadKey], ids: Ids, *, is_store: bool) -> None:
+        self.is_store = is_store
+        self.keys = keys
+        self.ids = ids
+        self.rest: dict[OffloadKey, int] | None = None
+
+    def blocks(self) -> dict[OffloadKey, int]:
+        """Return what is open, to be changed by the caller."""
+        if self.rest is None:
+            self.rest = dict(zip(self.keys, self.ids.tolist(), strict=True))
+        return self.rest
+
+    def block_of(self, key: OffloadKey) -> int | None:
+        return self.blocks().get(key)
+
+    def open_ids(self) -> Ids:
+        return self.ids if self.rest is None else np.array(list(self.rest.values()), np.int64)
+
+    def names(self, keys: list[OffloadKey]) -> bool:
+        """Whether `keys` are all that is open, in order."""
+        return (self.keys if self.rest is None else list(self.rest)) == keys
 
 
 class CPUOffloadingManager(OffloadingManager):
@@ -66,51 +100,87 @@ class CPUOffloadingManager(OffloadingManager):
         self.medium = CPULoadStoreSpec.medium()
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
         self._pool = BlockPool(num_blocks)
+        self._table = BlockTable(num_blocks)
         policy_cls = load_policy(cache_policy) if isinstance(cache_policy, str) else cache_policy
         self._policy = policy_cls(cache_capacity=num_blocks)
-        self._blocks: Blocks = {}
+        self._order = order_of(self._policy, self._table)
+        self._admits_all = policy_cls.admit is CachePolicy.admit
         self._reservations: dict[int, _Reservation] = {}
         self._next_ticket = 1
         self._detached: set[int] = set()
         self._quarantined: set[int] = set()
-        self._used: set[int] = set()
         self._book = RequestBook()
         self._stats = ManagerStats(capacity=num_blocks)
 
     # ---- reads
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        block = self._blocks.get(key)
-        stats = self._stats
-        if req_context.req_id is None or self._book.book(req_context.req_id, (key,)):
+        found = self.peek(key)
+        req_id = req_context.req_id
+        if req_id is None or self._book.book_one(req_id, key):
+            stats = self._stats
             stats.lookups += 1
-            if block is None:
-                stats.misses += 1
-            elif block.ref_cnt >= 0:
+            if found:
                 stats.hits += 1
-            else:
+            elif found is None:
                 stats.pending += 1
-        return False if block is None else True if block.ref_cnt >= 0 else None
+            else:
+                stats.misses += 1
+        return found
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Match:
+        match = self.match(keys)
+        held = match.ready + match.pending
+        looked: Sequence[OffloadKey] = keys[: held + 1]
+        stats = self._stats
+        if req_context.req_id is None:
+            missed = len(looked) - held
+            pending = self._count_pending(keys[match.ready : held])
+        else:
+            end = keys[held] if held < len(keys) else None
+            looked = self._book.book(req_context.req_id, looked)
+            missed = 1 if end is not None and looked and looked[-1] == end else 0
+            pending = self._count_pending(looked)
+        stats.lookups += len(looked)
+        stats.misses += missed
+        stats.pending += pending
+        stats.hits += len(looked) - missed - pending
+        return match
+
+    def _count_pending(self, keys: Sequence[OffloadKey]) -> int:
+        writing = self._table.writing
+        return sum(key in writing for key in keys) if writing else 0
 
     def peek(self, key: OffloadKey) -> bool | None:
         """Return what `lookup` would, without counting: for callers that poll."""
-        block = self._blocks.get(key)
-        return False if block is None else True if block.ref_cnt >= 0 else None
+        table = self._table
+        if key in table.shards[hash(key) >> table.shift]:
+            return True
+        return None if key in table.writing else False
 
     def match(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> Match:  # noqa: ARG002
-        get = self._blocks.get
-        ready = held = 0
+        table = self._table
+        shards, shift = table.shards, table.shift
+        ready = 0
         for key in keys:
-            block = get(key)
-            if block is None:
+            if key not in shards[hash(key) >> shift]:
                 break
-            if ready == held and block.ref_cnt >= 0:
-                ready += 1
+            ready += 1
+        else:
+            return _MATCHES[ready] if ready < len(_MATCHES) else Match(ready, 0)
+        writing = table.writing
+        if not writing or keys[ready] not in writing:
+            return _MATCHES[ready] if ready < len(_MATCHES) else Match(ready, 0)
+        held = ready + 1
+        for key in keys[held:]:
+            if key not in shards[hash(key) >> shift] and key not in writing:
+                break
             held += 1
         return Match(ready, held - ready)
 
     def held(self, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
-        return self._blocks.keys() & set(keys)
+        keys = list(keys)
+        return {key for key, block in zip(keys, self._table.find_held(keys), strict=True) if block is not None}
 
     def stats(self) -> ManagerStats:
         return replace(
@@ -124,26 +194,26 @@ class CPUOffloadingManager(OffloadingManager):
     # ---- loads
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:  # noqa: ARG002
-        blocks: Blocks = {}
-        for key in keys:
-            block = self._blocks.get(key)
-            if block is None or block.ref_cnt < 0:
-                what = "not held" if block is None else "still written"
-                raise UsageError(f"cannot load key {key.hex()}: it is {what}; look it up first")
-            blocks[key] = block
-        if not blocks:
-            return CPULoadStoreSpec([])
-        pinned = []
-        for key, block in blocks.items():
-            block.ref_cnt += 1
-            if block.ref_cnt == 1:
-                pinned.append(key)
-            self._used.add(block.block_id)
-        self._stats.pinned += len(pinned)
-        ticket = self._reserve(is_store=False, blocks=blocks)
-        if pinned:
-            self._policy.on_pinned(pinned)
-        return CPULoadStoreSpec([block.block_id for block in blocks.values()], ticket)
+        table = self._table
+        names = list(keys)
+        found = table.find(names)
+        if None in found:
+            key = names[found.index(None)]
+            what = "still written" if key in table.writing else "not held"
+            raise UsageError(f"cannot load key {key.hex()}: it is {what}; look it up first")
+        if len(found) > 1 and len(set(found)) != len(found):
+            names = list(dict.fromkeys(names))
+            found = table.find(names)
+        ids = np.array(found, np.int64)
+        if not found:
+            return CPULoadStoreSpec.of_blocks(ids)
+        refs = table.refs[ids]
+        table.refs[ids] = refs + 1
+        table.used[ids] = True
+        self._stats.pinned += len(found) - int(np.count_nonzero(refs))
+        ticket = self._reserve(names, ids, is_store=False)
+        self._order.pinned(names, ids)
+        return CPULoadStoreSpec.of_blocks(ids.copy(), ticket)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
         if req_context is None:
@@ -162,105 +232,129 @@ class CPUOffloadingManager(OffloadingManager):
         *,
         ticket: int | None = None,
     ) -> None:
-        unique = dict.fromkeys(keys)
-        if ticket is None:
-            owners = {key: self._load_of(key) for key in unique}
-        else:
-            owners = self._owners_of(unique, ticket, is_store=False)
+        names = list(keys)
+        whole = self._whole(names, ticket, is_store=False)
+        if whole is not None:
+            self._unpin(names, self._reservations.pop(whole).open_ids())
+            return
+        names = list(dict.fromkeys(names))
+        owners = self._loads_of(names) if ticket is None else self._owners_of(names, ticket, is_store=False)
         self._end_load([(owner, key) for key, owner in owners.items()])
 
-    def _load_of(self, key: OffloadKey) -> int:
-        """Return the oldest load that pins `key` now, else the oldest that still reads its detached memory."""
-        current = self._blocks.get(key)
-        detached: int | None = None
-        if self._detached or (current is not None and current.ref_cnt > 0):
-            for ticket, reservation in self._reservations.items():
-                block = None if reservation.is_store else reservation.blocks.get(key)
-                if block is not None and block is current:
-                    return ticket
-                if block is not None and detached is None:
-                    detached = ticket
-        if detached is None:
-            raise UsageError(f"key {key.hex()} has no load to complete")
-        return detached
+    def _loads_of(self, keys: list[OffloadKey]) -> dict[OffloadKey, int]:
+        """Return the load that each key means without a ticket.
 
-    def _end_load(self, ended: Iterable[tuple[int, OffloadKey]]) -> None:
-        """Give back pins; frees detached memory that nothing reads any more."""
-        unpinned: list[OffloadKey] = []
+        That is the oldest one of exactly these keys, as they are held now; else, key by key, the oldest load that pins
+        it now; else the oldest that still reads its detached memory.
+        """
+        current = dict(zip(keys, self._table.find(keys), strict=True))
+        loads = [(ticket, load) for ticket, load in self._reservations.items() if not load.is_store]
+        for ticket, load in loads:
+            if load.names(keys) and load.blocks() == current:
+                return dict.fromkeys(keys, ticket)
+        owners: dict[OffloadKey, int] = {}
+        for key, block in current.items():
+            mine = [(ticket, load.block_of(key)) for ticket, load in loads]
+            mine = [(ticket, its) for ticket, its in mine if its is not None]
+            pinning = [ticket for ticket, its in mine if its == block]
+            if not mine:
+                raise UsageError(f"key {key.hex()} has no load to complete")
+            owners[key] = pinning[0] if pinning else mine[0][0]
+        return owners
+
+    def _end_load(self, ended: Iterable[tuple[int, OffloadKey]], *, stale: bool = True) -> None:
+        """Give back pins one by one; free detached memory that nothing reads any more."""
+        keys: list[OffloadKey] = []
+        blocks: list[int] = []
+        refs = self._table.refs
         for ticket, key in ended:
             block = self._release(ticket, key)
-            block.ref_cnt -= 1
-            if block.block_id in self._detached:
-                self._stats.stale_completions += 1
-                if block.ref_cnt == 0:
-                    self._free_detached(block)
-            elif block.ref_cnt == 0:
-                unpinned.append(key)
-        self._stats.pinned -= len(unpinned)
-        if unpinned:
-            self._policy.on_unpinned(unpinned)
+            if block not in self._detached:
+                keys.append(key)
+                blocks.append(block)
+                continue
+            self._stats.stale_completions += stale
+            refs[block] -= 1
+            if not refs[block]:
+                self._free_detached(block)
+        if keys:
+            self._unpin(keys, np.array(blocks, np.int64))
+
+    def _unpin(self, keys: list[OffloadKey], ids: Ids) -> None:
+        refs = self._table.refs[ids] - 1
+        self._table.refs[ids] = refs
+        self._stats.pinned -= len(keys) - int(np.count_nonzero(refs))
+        self._order.unpinned(keys, ids)
 
     # ---- stores
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        offered = dict.fromkeys(keys)
-        wanted: Sequence[OffloadKey] = [key for key in offered if key not in self._blocks]
+        table, stats = self._table, self._stats
+        offered = list(dict.fromkeys(keys))
+        found = table.find_held(offered)
+        wanted: Sequence[OffloadKey] = offered
+        resident: list[int] = []
+        if found.count(None) != len(found):
+            wanted = [key for key, block in zip(offered, found, strict=True) if block is None]
+            resident = [block for block in found if block is not None]
+        filtered: list[OffloadKey] = []
         if not req_context.store:
             wanted = ()
-        filtered: list[OffloadKey] = []
-        if wanted:
+        elif wanted and not self._admits_all:
             admitted = self._policy.admit(wanted, req_context)
             if len(admitted) != len(wanted):
                 chosen = set(admitted)
                 filtered = [key for key in wanted if key not in chosen]
                 wanted = [key for key in wanted if key in chosen]
-        if not wanted:
-            self._stats.filtered += len(filtered)
-            return PrepareStoreOutput([], CPULoadStoreSpec([]), [], filtered_keys=filtered)
-        shortage = max(0, len(wanted) - self._pool.num_free)
-        victims = self._policy.evict(shortage, set(offered)) if len(wanted) <= self._pool.num_blocks else None
-        if victims is None:
-            self._stats.refused += len(wanted)
-            return None
-        taken = self._pool.allocate(len(wanted) - len(victims))
-        block_ids = taken + [block.block_id for _, block in victims]
-        blocks = {key: BlockStatus(block_id) for key, block_id in zip(wanted, block_ids, strict=True)}
-        self._insert(blocks, victims, taken)
-        self._forget_evicted(victims)
-        self._blocks.update(blocks)
-        self._stats.filtered += len(filtered)
-        self._stats.reserved += len(blocks)
-        self._stats.writing += len(blocks)
-        ticket = self._reserve(is_store=True, blocks=blocks)
-        spec = CPULoadStoreSpec(block_ids, ticket)
-        return PrepareStoreOutput(list(blocks), spec, [key for key, _ in victims], ticket, filtered)
-
-    def _insert(self, blocks: Blocks, victims: Sequence[Entry], taken: Sequence[int]) -> None:
-        """Give new keys to the policy; when it raises, it has its old keys again and the pool its blocks."""
-        inserted: list[OffloadKey] = []
+        count = len(wanted)
+        if not count:
+            stats.filtered += len(filtered)
+            return PrepareStoreOutput([], CPULoadStoreSpec.of_blocks(_NO_IDS), [], filtered_keys=filtered)
+        victims = _NO_IDS
+        evicted: list[OffloadKey] = []
+        shortage = count - self._pool.num_free
+        if shortage > 0:
+            chosen_victims = self._evict(offered, resident, shortage)
+            if chosen_victims is None:
+                stats.refused += count
+                return None
+            victims = chosen_victims
+            evicted = table.keys[victims].tolist()
+        taken = self._pool.allocate(count - len(victims))
+        ids: Ids = np.concatenate((np.array(taken, np.int64), victims)) if taken else victims
         try:
-            for key, block in blocks.items():
-                self._policy.insert(key, block)
-                inserted.append(key)
+            self._order.insert_blocks(wanted, ids)
         except BaseException:
-            for key in inserted:
-                self._policy.remove(key)
-            for key, block in victims:
-                self._policy.insert(key, block)
+            self._order.restore_blocks(evicted, victims)
             self._pool.free(taken)
             raise
+        if evicted:
+            table.withdraw(evicted)
+            stats.evicted += len(evicted)
+            stats.evicted_unused += len(evicted) - int(np.count_nonzero(table.used[victims]))
+            stats.ready -= len(evicted)
+            table.used[victims] = False
+            self._announce(evicted, removed=True)
+        table.keys[ids] = wanted
+        table.refs[ids] = WRITING
+        table.writing.update(zip(wanted, ids.tolist(), strict=True))
+        stats.filtered += len(filtered)
+        stats.reserved += count
+        stats.writing += count
+        ticket = self._reserve(list(wanted), ids, is_store=True)
+        return PrepareStoreOutput(
+            list(wanted), CPULoadStoreSpec.of_blocks(ids.copy(), ticket), evicted.copy(), ticket, filtered
+        )
 
-    def _forget_evicted(self, victims: Sequence[Entry]) -> None:
-        """Count and announce victims; their blocks have passed to the keys that evicted them."""
-        for key, block in victims:
-            del self._blocks[key]
-            if block.block_id in self._used:
-                self._used.remove(block.block_id)
-            else:
-                self._stats.evicted_unused += 1
-        self._stats.evicted += len(victims)
-        self._stats.ready -= len(victims)
-        self._announce([key for key, _ in victims], removed=True)
+    def _evict(self, offered: Sequence[OffloadKey], resident: Sequence[int], count: int) -> Ids | None:
+        """Let the policy drop `count` blocks, if so many can go at all."""
+        idle = _NO_IDS
+        if resident:
+            idle = np.array(resident, np.int64)
+            idle = idle[self._table.refs[idle] == 0]
+        if count > self._stats.ready - self._stats.pinned - len(idle):
+            return None
+        return self._order.evict_for(offered, idle, count)
 
     def complete_store(
         self,
@@ -270,54 +364,67 @@ class CPUOffloadingManager(OffloadingManager):
         *,
         ticket: int | None = None,
     ) -> None:
-        unique = dict.fromkeys(keys)
-        if ticket is None:
-            owners = {}
-            for key in unique:
-                owner = self._store_of(key)
-                if owner is None:
-                    self._stats.stale_completions += 1
-                else:
-                    owners[key] = owner
-        else:
-            owners = self._owners_of(unique, ticket, is_store=True)
-        done: list[OffloadKey] = []
+        names = list(keys)
+        whole = self._whole(names, ticket, is_store=True)
+        if whole is not None:
+            self._end_store(names, self._reservations.pop(whole).open_ids(), success=success)
+            return
+        names = list(dict.fromkeys(names))
+        owners = self._stores_of(names) if ticket is None else self._owners_of(names, ticket, is_store=True)
+        done: dict[OffloadKey, int] = {}
         for key, owner in owners.items():
             block = self._release(owner, key)
-            if block.block_id in self._detached:
+            if block in self._detached:
                 self._stats.stale_completions += 1
                 self._free_detached(block)
-                continue
-            done.append(key)
-            if success:
-                block.ref_cnt = 0
             else:
-                self._policy.remove(key)
-                del self._blocks[key]
-                self._free(block)
-        self._stats.writing -= len(done)
-        if success:
-            self._stats.stored += len(done)
-            self._stats.ready += len(done)
-            self._announce(done, removed=False)
-            if done:
-                self._policy.on_ready(done)
-        else:
-            self._stats.failed += len(done)
+                done[key] = block
+        if done:
+            self._end_store(list(done), np.array(list(done.values()), np.int64), success=success)
 
-    def _store_of(self, key: OffloadKey) -> int | None:
-        """Return the store that writes `key` now, else the oldest that still writes its detached memory."""
-        current = self._blocks.get(key)
-        writing = current is not None and current.ref_cnt < 0
-        detached: int | None = None
-        if writing or self._detached:
-            for ticket, reservation in self._reservations.items():
-                block = reservation.blocks.get(key) if reservation.is_store else None
-                if block is not None and block is current:
-                    return ticket
-                if block is not None and detached is None:
-                    detached = ticket
-        return detached
+    def _stores_of(self, keys: list[OffloadKey]) -> dict[OffloadKey, int]:
+        """Return the store that each key means without a ticket; keys that have none are counted as stale.
+
+        That is the one that writes it now, else the oldest that still writes its detached memory.
+        """
+        owners: dict[OffloadKey, int] = {}
+        stores = [(ticket, store) for ticket, store in self._reservations.items() if store.is_store]
+        for key in keys:
+            block = self._table.writing.get(key)
+            if block is None and not self._detached:
+                continue
+            mine = [(ticket, store.block_of(key)) for ticket, store in stores]
+            mine = [(ticket, its) for ticket, its in mine if its is not None]
+            writing = [ticket for ticket, its in mine if its == block]
+            if mine:
+                owners[key] = writing[0] if writing else mine[0][0]
+        self._stats.stale_completions += len(keys) - len(owners)
+        return owners
+
+    def _end_store(self, keys: list[OffloadKey], ids: Ids, *, success: bool) -> None:
+        table, stats = self._table, self._stats
+        count = len(keys)
+        stats.writing -= count
+        if not success:
+            stats.failed += count
+            self._order.drop(keys, ids)
+            self._forget_writing(keys, ids)
+            self._pool.free(ids.tolist())
+            return
+        writing = table.writing
+        for key in keys:
+            del writing[key]
+        table.refs[ids] = 0
+        table.publish(keys, ids.tolist())
+        stats.stored += count
+        stats.ready += count
+        self._announce(keys, removed=False)
+        self._order.written(keys, ids)
+
+    def _forget_writing(self, keys: Iterable[OffloadKey], ids: Ids) -> None:
+        for key in keys:
+            del self._table.writing[key]
+        self._table.keys[ids] = None
 
     # ---- giving up
 
@@ -325,67 +432,75 @@ class CPUOffloadingManager(OffloadingManager):
         reservation = self._reservations.get(ticket)
         if reservation is None:
             return
+        blocks = reservation.blocks()
         if not reservation.is_store:
-            self._abandon_load(ticket, reservation, copy_running=copy_running, hung=hung)
-            return
-        for key, block in reservation.blocks.items():
-            if self._blocks.get(key) is block:
-                self._policy.remove(key)
-                del self._blocks[key]
-                self._stats.abandoned += 1
-                self._stats.writing -= 1
-                self._detached.add(block.block_id)
             if hung:
-                self._quarantined.add(block.block_id)
-        if not (copy_running or hung):
+                self.discard([key for key, block in blocks.items() if block not in self._detached])
+                self._quarantined.update(blocks.values())
+            elif not copy_running:
+                self._end_load([(ticket, key) for key in blocks.copy()], stale=False)
+            return
+        current = {key: block for key, block in blocks.items() if block not in self._detached}
+        if current:
+            ids = np.array(list(current.values()), np.int64)
+            self._order.drop(list(current), ids)
+            self._forget_writing(current, ids)
+            self._stats.abandoned += len(current)
+            self._stats.writing -= len(current)
+            self._detached.update(current.values())
+        if hung:
+            self._quarantined.update(blocks.values())
+        elif not copy_running:
             del self._reservations[ticket]
-            for block in reservation.blocks.values():
+            for block in blocks.values():
                 self._free_detached(block)
 
-    def _abandon_load(self, ticket: int, reservation: _Reservation, *, copy_running: bool, hung: bool) -> None:
-        if hung:
-            self.discard([key for key, block in reservation.blocks.items() if self._blocks.get(key) is block])
-            self._quarantined.update(block.block_id for block in reservation.blocks.values())
-        elif not copy_running:
-            stale = self._stats.stale_completions
-            self._end_load([(ticket, key) for key in reservation.blocks])
-            self._stats.stale_completions = stale
-
     def discard(self, keys: Collection[OffloadKey]) -> int:
-        removed: list[OffloadKey] = []
-        dropped = 0
-        for key in dict.fromkeys(keys):
-            block = self._blocks.pop(key, None)
-            if block is None:
-                continue
-            dropped += 1
-            self._policy.remove(key)
-            if block.ref_cnt < 0:
-                self._stats.abandoned += 1
-                self._stats.writing -= 1
-            else:
-                self._stats.discarded += 1
-                self._stats.ready -= 1
-                removed.append(key)
-            self._free_or_detach(block)
-        self._announce(removed, removed=True)
-        return dropped
+        table, stats = self._table, self._stats
+        names = list(dict.fromkeys(keys))
+        blocks = dict(zip(names, table.find_held(names), strict=True))
+        written = {key: block for key, block in blocks.items() if key in table.writing}
+        ready = {key: block for key, block in blocks.items() if block is not None and key not in written}
+        for part in (written, ready):
+            if part:
+                self._order.drop(list(part), np.array(list(part.values()), np.int64))
+        if written:
+            self._forget_writing(written, np.array(list(written.values()), np.int64))
+            self._detached.update(written.values())
+            stats.abandoned += len(written)
+            stats.writing -= len(written)
+        if ready:
+            table.withdraw(ready)
+            self._let_go(np.array(list(ready.values()), np.int64))
+            stats.discarded += len(ready)
+            self._announce(list(ready), removed=True)
+        return len(written) + len(ready)
 
     def reset_cache(self) -> int:
-        blocks, self._blocks = self._blocks, {}
-        removed = [key for key, block in blocks.items() if block.ref_cnt >= 0]
-        if type(self._policy).clear is CachePolicy.clear:
-            for key in blocks:
-                self._policy.remove(key)
-        else:
-            self._policy.clear()
-        for block in blocks.values():
-            self._free_or_detach(block)
-        self._stats.reset_while_ready += len(removed)
-        self._stats.reset_while_writing += len(blocks) - len(removed)
-        self._stats.ready = self._stats.writing = self._stats.pinned = 0
-        self._announce(removed, removed=True)
-        return len(removed)
+        table, stats = self._table, self._stats
+        ready = [key for shard in table.shards for key in shard]
+        ids = np.array([block for shard in table.shards for block in shard.values()], np.int64)
+        written = dict(table.writing)
+        self._order.drop_all([*ready, *written])
+        self._let_go(ids)
+        self._detached.update(written.values())
+        stats.reset_while_ready += len(ready)
+        stats.reset_while_writing += len(written)
+        stats.writing = 0
+        self._announce(ready, removed=True)
+        return len(ready)
+
+    def _let_go(self, ids: Ids) -> None:
+        """Free or detach readable blocks that just lost their keys."""
+        table = self._table
+        pinned = table.refs[ids] > 0
+        idle = ids[~pinned]
+        table.keys[ids] = None
+        table.used[idle] = False
+        self._pool.free(idle.tolist())
+        self._detached.update(ids[pinned].tolist())
+        self._stats.ready -= len(ids)
+        self._stats.pinned -= len(ids) - len(idle)
 
     # ---- requests, events, end
 
@@ -410,18 +525,31 @@ class CPUOffloadingManager(OffloadingManager):
         for ticket in list(self._reservations):
             self.abandon(ticket)
 
-    # ---- the only places where state changes hands
+    # ---- reservations
 
-    def _reserve(self, *, is_store: bool, blocks: Blocks) -> int:
+    def _reserve(self, keys: list[OffloadKey], ids: Ids, *, is_store: bool) -> int:
         ticket = self._next_ticket
         self._next_ticket += 1
-        self._reservations[ticket] = _Reservation(is_store, dict(blocks))
+        self._reservations[ticket] = _Reservation(keys, ids, is_store=is_store)
         return ticket
 
-    def _release(self, ticket: int, key: OffloadKey) -> BlockStatus:
+    def _whole(self, keys: list[OffloadKey], ticket: int | None, *, is_store: bool) -> int | None:
+        """Return the reservation whose open keys are these, in order; None also while any memory is detached."""
+        if self._detached or not keys:
+            return None
+        if ticket is not None:
+            one = self._reservations.get(ticket)
+            return ticket if one is not None and one.is_store is is_store and one.names(keys) else None
+        for other, reservation in self._reservations.items():
+            if reservation.is_store is is_store and reservation.names(keys):
+                return other
+        return None
+
+    def _release(self, ticket: int, key: OffloadKey) -> int:
         reservation = self._reservations[ticket]
-        block = reservation.blocks.pop(key)
-        if not reservation.blocks:
+        blocks = reservation.blocks()
+        block = blocks.pop(key)
+        if not blocks:
             del self._reservations[ticket]
         return block
 
@@ -432,29 +560,17 @@ class CPUOffloadingManager(OffloadingManager):
             raise UsageError(f"ticket {ticket} is of a {'store' if reservation.is_store else 'load'}")
         owners: dict[OffloadKey, int] = {}
         for key in keys:
-            if reservation is not None and key in reservation.blocks:
+            if reservation is not None and key in reservation.blocks():
                 owners[key] = ticket
             else:
                 self._stats.stale_completions += 1
         return owners
 
-    def _free(self, block: BlockStatus) -> None:
-        self._used.discard(block.block_id)
-        self._pool.free((block.block_id,))
-
-    def _free_detached(self, block: BlockStatus) -> None:
-        self._detached.discard(block.block_id)
-        self._quarantined.discard(block.block_id)
-        self._free(block)
-
-    def _free_or_detach(self, block: BlockStatus) -> None:
-        """Let go of a block that just lost its key."""
-        if block.ref_cnt == 0:
-            self._free(block)
-            return
-        self._detached.add(block.block_id)
-        if block.ref_cnt != WRITING:
-            self._stats.pinned -= 1
+    def _free_detached(self, block: int) -> None:
+        self._detached.discard(block)
+        self._quarantined.discard(block)
+        self._table.used[block] = False
+        self._pool.free((block,))
 
     def _announce(self, keys: list[OffloadKey], *, removed: bool) -> None:
         if keys and self.events is not None:

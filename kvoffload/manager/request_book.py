@@ -32,6 +32,13 @@ class RequestBook:
         """Return the keys booked for a request. Do not modify."""
         return self._requests.get(req_id) or set()
 
+    def book_one(self, req_id: str, key: OffloadKey) -> bool:
+        """Book one key; return whether it was not booked for this request before."""
+        booked = self._requests.get(req_id)
+        if booked is not None and key in booked:
+            return False
+        return bool(self.book(req_id, (key,)))
+
     def book(self, req_id: str, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Book `keys` and return those that were not booked for this request before, in order, each once."""
         requests = self._requests

@@ -86,6 +86,14 @@ class CheckedManager:
         current = [t for t in mine if self.tickets[t].blocks[key] == self.held.get(key)]
         return (current or mine or [None])[0]
 
+    def load_of_exactly(self, keys):
+        """Return the oldest load whose open blocks are these keys' current ones, in order."""
+        current = [self.held.get(key) for key in keys]
+        for ticket, r in sorted(self.tickets.items()):
+            if keys and not r.is_store and list(r.blocks) == keys and list(r.blocks.values()) == current:
+                return ticket
+        return None
+
     def note(self, keys, req_id):
         if not self.threshold:
             return
@@ -222,12 +230,14 @@ class CheckedManager:
                     del self.held[key]
 
     def complete_load(self, keys, *, ticket=None):
-        keys = list(dict.fromkeys(keys))
+        keys, given = list(dict.fromkeys(keys)), ticket
         refused = ticket in self.tickets and self.tickets[ticket].is_store
+        if ticket is None:
+            ticket = self.load_of_exactly(keys)
         if ticket is None:
             refused = any(self.owner(key, is_store=False) is None for key in keys)
         try:
-            self.manager.complete_load(keys, ticket=ticket)
+            self.manager.complete_load(keys, ticket=given)
         except UsageError:
             assert refused
             return

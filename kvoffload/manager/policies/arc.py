@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from kvoffload.keys import OffloadKey
-from kvoffload.manager.policies.base import BlockStatus, CachePolicy
+from kvoffload.manager.block_table import BlockTable, Ids
+from kvoffload.manager.policies.ghosts import GhostLists
+from kvoffload.manager.policies.indexed import IndexedPolicy, PartView
+from kvoffload.manager.policies.recency import Clock, RecencyLog
 
-Victim = tuple[OffloadKey, BlockStatus]
+_T1, _T2 = 1, 2
 
 
-class ARCCachePolicy(CachePolicy):
+class ARCCachePolicy(IndexedPolicy):
     """Balances recency (T1) against frequency (T2), learning from ghosts of what was evicted (B1, B2).
 
     Where it differs from the paper (Megiddo and Modha, FAST '03), on purpose, to decide as the reference does:
@@ -26,105 +30,110 @@ class ARCCachePolicy(CachePolicy):
     target, so that pins in T2 do not refuse a store that fits.
 
     Attributes:
-        t1: Held keys seen once, oldest first.
+        t1: Held keys seen once, oldest first (a view, as the other three).
         t2: Held keys seen again, oldest first.
         b1: Ghosts of T1, oldest first.
         b2: Ghosts of T2, oldest first.
         target_t1_size: How large T1 should be, 0 to `cache_capacity`.
     """
 
-    def __init__(self, cache_capacity: int) -> None:
-        self.cache_capacity = cache_capacity
+    def bind(self, table: BlockTable) -> None:
+        self.table = table
+        clock = Clock()
+        self._lists = (RecencyLog(table, clock), RecencyLog(table, clock))
+        self._ghosts = GhostLists(self.cache_capacity)
+        self.t1, self.t2 = PartView(self, _T1), PartView(self, _T2)
+        self.b1, self.b2 = self._ghosts.b1, self._ghosts.b2
         self.target_t1_size = 0.0
-        self.t1: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
-        self.t2: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
-        self.b1: OrderedDict[OffloadKey, None] = OrderedDict()
-        self.b2: OrderedDict[OffloadKey, None] = OrderedDict()
-
-    def get(self, key: OffloadKey) -> BlockStatus | None:
-        block = self.t1.get(key)
-        return self.t2.get(key) if block is None else block
-
-    def insert(self, key: OffloadKey, block: BlockStatus) -> None:
-        self.t1[key] = block
-        self.b1.pop(key, None)
-        self.b2.pop(key, None)
-
-    def remove(self, key: OffloadKey) -> None:
-        if self.t1.pop(key, None) is None:
-            self.t2.pop(key, None)
 
     def touch(self, keys: Iterable[OffloadKey]) -> None:
-        for key in reversed(list(keys)):
-            if key in self.t1:
-                if self.t1[key].is_ready:
-                    self.t2[key] = self.t1.pop(key)
-                else:
-                    self.t1.move_to_end(key)
-            elif key in self.t2:
-                self.t2.move_to_end(key)
-            elif key in self.b1:
-                delta = max(1.0, len(self.b2) / len(self.b1))
-                self.target_t1_size = min(self.target_t1_size + delta, float(self.cache_capacity))
-                self.b1.move_to_end(key)
-            elif key in self.b2:
-                delta = max(1.0, len(self.b1) / len(self.b2))
-                self.target_t1_size = max(self.target_t1_size - delta, 0.0)
-                self.b2.move_to_end(key)
+        self.sync()
+        self._use(list(keys), frequent=True)
 
     def refresh(self, keys: Iterable[OffloadKey]) -> None:
-        for key in reversed(list(keys)):
-            if key in self.t1:
-                self.t1.move_to_end(key)
-            elif key in self.t2:
-                self.t2.move_to_end(key)
+        self._use(list(keys), frequent=False)
 
-    def evict(self, n: int, protected: set[OffloadKey]) -> list[Victim] | None:
-        if n <= 0:
-            return []
-        recent = _evictable(self.t1, protected)
-        frequent = _evictable(self.t2, protected)
-        t1_size, target = len(self.t1), int(self.target_t1_size)
-        chosen: list[tuple[Victim, bool]] = []
-        for _ in range(n):
-            victim = next(recent, None) if t1_size >= target else None
-            from_t1 = victim is not None
-            if victim is None:
-                victim = next(frequent, None)
-            if victim is None:
-                victim = next(recent, None)
-                from_t1 = True
-            if victim is None:
-                return None
-            t1_size -= from_t1
-            chosen.append((victim, from_t1))
-        for (key, _), from_t1 in chosen:
-            if from_t1:
-                del self.t1[key]
-                self.b1[key] = None
+    def _use(self, keys: list[OffloadKey], *, frequent: bool) -> None:
+        keys.reverse()
+        found = self.table.find_held(keys)
+        if None in found:
+            if frequent:
+                self._learn([key for key, block in zip(keys, found, strict=True) if block is None])
+            found = [block for block in found if block is not None]
+        if not found:
+            return
+        if len(found) > 1 and len(set(found)) != len(found):
+            found = list(dict.fromkeys(reversed(found)))[::-1]
+        ids = np.array(found, np.int64)
+        table, (first, second) = self.table, self._lists
+        in_t1 = table.part[ids] == _T1
+        stays = in_t1 & (table.refs[ids] < 0) if frequent else in_t1
+        if not stays.any():
+            second.append(ids)
+        elif stays.all():
+            first.append(ids)
+            return
+        else:
+            first.append(ids[stays])
+            second.append(ids[~stays])
+        risen = int(np.count_nonzero(in_t1)) - int(np.count_nonzero(stays))
+        if risen:
+            table.part[ids[in_t1 & ~stays]] = _T2
+            first.size -= risen
+            second.size += risen
+
+    def _learn(self, absent: list[OffloadKey]) -> None:
+        """Move the target by the ghosts among `absent`; they become the newest of their lists."""
+        b1_size, b2_size = len(self.b1), len(self.b2)
+        for is_b1 in self._ghosts.touch(absent):
+            if is_b1:
+                target = self.target_t1_size + max(1.0, b2_size / b1_size)
+                self.target_t1_size = min(target, float(self.cache_capacity))
             else:
-                del self.t2[key]
-                self.b2[key] = None
-        for ghosts in (self.b1, self.b2):
-            for _ in range(len(ghosts) - self.cache_capacity):
-                ghosts.popitem(last=False)
-        return [victim for victim, _ in chosen]
+                self.target_t1_size = max(self.target_t1_size - max(1.0, b1_size / b2_size), 0.0)
 
-    def clear(self) -> None:
-        for part in (self.t1, self.t2, self.b1, self.b2):
-            part.clear()
-        self.target_t1_size = 0.0
+    def insert_blocks(self, keys: Sequence[OffloadKey], ids: Ids) -> None:
+        first = self._lists[0]
+        self.table.part[ids] = _T1
+        first.size += len(ids)
+        first.append(ids)
+        self._ghosts.discard(keys)
+
+    def evict_blocks(self, count: int) -> Ids:
+        table, (first, second) = self.table, self._lists
+        above = first.size - int(self.target_t1_size) + 1
+        recent = first.take(min(count, above)) if above > 0 else np.empty(0, np.int64)
+        left = count - len(recent)
+        frequent = second.take(left) if left else np.empty(0, np.int64)
+        left -= len(frequent)
+        ids = np.concatenate((recent, frequent))
+        if left:
+            more = first.take(left)
+            recent, ids = np.concatenate((recent, more)), np.concatenate((ids, more))
+        first.size -= len(recent)
+        second.size -= len(frequent)
+        table.part[ids] = 0
+        self._ghosts.add(table.keys[recent].tolist(), table.keys[frequent].tolist())
+        return ids
+
+    def remove_blocks(self, ids: Ids) -> None:
+        table, (first, second) = self.table, self._lists
+        in_t1 = int(np.count_nonzero(table.part[ids] == _T1))
+        first.size -= in_t1
+        second.size -= len(ids) - in_t1
+        table.part[ids] = 0
+        first.remove(ids)
+
+    def release_blocks(self, ids: Ids) -> None:
+        in_t1 = self.table.part[ids] == _T1
+        self._lists[0].release(ids[in_t1])
+        self._lists[1].release(ids[~in_t1])
 
     def stats(self) -> dict[str, float]:
         return {
-            "t1": float(len(self.t1)),
-            "t2": float(len(self.t2)),
+            "t1": float(self._lists[0].size),
+            "t2": float(self._lists[1].size),
             "b1": float(len(self.b1)),
             "b2": float(len(self.b2)),
             "target_t1_size": self.target_t1_size,
         }
-
-
-def _evictable(part: OrderedDict[OffloadKey, BlockStatus], protected: set[OffloadKey]) -> Iterator[Victim]:
-    """Yield evictable keys of one list, oldest first; an exhausted iterator stays exhausted."""
-    return ((key, block) for key, block in part.items() if block.ref_cnt == 0 and key not in protected)

@@ -2,53 +2,54 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from kvoffload.keys import OffloadKey
-from kvoffload.manager.policies.base import BlockStatus, CachePolicy
+from kvoffload.manager.block_table import BlockTable, Ids
+from kvoffload.manager.policies.indexed import IndexedPolicy, PartView
+from kvoffload.manager.policies.recency import Clock, RecencyLog
+
+_HELD = 1
 
 
-class LRUCachePolicy(CachePolicy):
+class LRUCachePolicy(IndexedPolicy):
     """Evicts the key that was not used for longest.
 
     Attributes:
-        blocks: Held keys, the next victim first.
+        blocks: Held keys, the next victim first (a view).
     """
 
-    def __init__(self, cache_capacity: int) -> None:
-        self.cache_capacity = cache_capacity
-        self.blocks: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
-
-    def get(self, key: OffloadKey) -> BlockStatus | None:
-        return self.blocks.get(key)
-
-    def insert(self, key: OffloadKey, block: BlockStatus) -> None:
-        self.blocks[key] = block
-
-    def remove(self, key: OffloadKey) -> None:
-        del self.blocks[key]
+    def bind(self, table: BlockTable) -> None:
+        self.table = table
+        self.blocks = PartView(self, _HELD)
+        self._log = RecencyLog(table, Clock())
 
     def touch(self, keys: Iterable[OffloadKey]) -> None:
-        blocks = self.blocks
-        for key in reversed(list(keys)):
-            if key in blocks:
-                blocks.move_to_end(key)
+        keys = list(keys)
+        found = self.table.find_held(keys)
+        if None in found:
+            found = [block for block in found if block is not None]
+        if found:
+            found.reverse()
+            self._log.append(np.array(found, np.int64))
 
-    def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:
-        victims: list[tuple[OffloadKey, BlockStatus]] = []
-        if n <= 0:
-            return victims
-        for key, block in self.blocks.items():
-            if block.ref_cnt == 0 and key not in protected:
-                victims.append((key, block))
-                if len(victims) == n:
-                    break
-        else:
-            return None
-        for key, _ in victims:
-            del self.blocks[key]
-        return victims
+    def insert_blocks(self, keys: Sequence[OffloadKey], ids: Ids) -> None:  # noqa: ARG002
+        self.table.part[ids] = _HELD
+        self._log.size += len(ids)
+        self._log.append(ids)
 
-    def clear(self) -> None:
-        self.blocks.clear()
+    def evict_blocks(self, count: int) -> Ids:
+        ids = self._log.take(count)
+        self.table.part[ids] = 0
+        self._log.size -= len(ids)
+        return ids
+
+    def remove_blocks(self, ids: Ids) -> None:
+        self._log.remove(ids)
+        self.table.part[ids] = 0
+        self._log.size -= len(ids)
+
+    def release_blocks(self, ids: Ids) -> None:
+        self._log.release(ids)

@@ -1,0 +1,128 @@
+"""Per-block state as columns, and the index from key to block.
+
+Theory of operation. A million objects, one a block, cost memory, cache misses and garbage collector time. Here a block
+is a row number and each property a numpy column, so a batch of blocks is changed by a few array operations. The index
+holds plain ints. None of it is visible to the garbage collector.
+
+The index is cut into shards by the key's hash, none larger than about 16,000 keys: a dict that grows, or that was
+churned until it must be rebuilt, is copied inside one insertion; with a million keys in one dict that takes tens of
+milliseconds, with a shard less than one.
+
+A key is in `shards` once its block can be read, and in the small dict `writing` until then.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.keys import OffloadKey
+
+Ids = npt.NDArray[np.int64]
+SHARD_KEYS = 16_384
+
+ABSENT = 0
+"""`stamp` of a block that is in no order; a column of zeros costs nothing until it is used."""
+
+
+class BlockTable:
+    """Columns and index of the blocks of one manager (or of one policy that is used without a manager).
+
+    Attributes:
+        num_blocks: Rows.
+        shards: Keys of readable blocks to their block; `shards[hash(key) >> shift]` is the one to ask.
+        shift: Leaves the shard's number of a hash (negative ones count from the end).
+        writing: Keys of blocks that are being written to their block.
+        keys: Column: the key of a held block.
+        refs: Column: -1 while it is written, else the number of loads that hold it.
+        used: Column: whether it was loaded since it was stored.
+        stamp: Column, of the policy: position in its order, 0 outside.
+        parked: Column, of the policy: out of its log because it could not be evicted.
+        num_parked: How many are.
+        part: Column, of the policy: which of its lists.
+    """
+
+    __slots__ = (
+        "getters", "keys", "num_blocks", "num_parked", "parked", "part", "refs", "shards", "shift", "stamp", "used",
+        "writing",
+    )  # fmt: skip
+
+    def __init__(self, num_blocks: int) -> None:
+        bits = (num_blocks // SHARD_KEYS).bit_length()
+        self.shards: tuple[dict[OffloadKey, int], ...] = tuple({} for _ in range(1 << bits))
+        self.getters = tuple(shard.get for shard in self.shards)
+        self.shift = sys.hash_info.width - bits
+        self.writing: dict[OffloadKey, int] = {}
+        self.num_blocks = num_blocks
+        self.num_parked = 0
+        self.keys: npt.NDArray[np.object_] = np.empty(num_blocks, object)
+        self.refs: npt.NDArray[np.int32] = np.zeros(num_blocks, np.int32)
+        self.used: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
+        self.stamp: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
+        self.parked: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
+        self.part: npt.NDArray[np.uint8] = np.zeros(num_blocks, np.uint8)
+
+    def grow(self, num_blocks: int) -> None:
+        """Add rows (for policies that are used without a manager)."""
+        more = BlockTable(num_blocks - self.num_blocks)
+        for column in ("keys", "refs", "used", "stamp", "parked", "part"):
+            setattr(self, column, np.concatenate((getattr(self, column), getattr(more, column))))
+        self.num_blocks = num_blocks
+
+    # ---- index
+
+    def find(self, keys: Iterable[OffloadKey]) -> list[Any]:
+        """Return the block of each key that can be read, None for the others."""
+        getters = self.getters
+        if len(getters) == 1:
+            return list(map(getters[0], keys))
+        shift = self.shift
+        return [getters[hash(key) >> shift](key) for key in keys]
+
+    def find_held(self, keys: Sequence[OffloadKey]) -> list[Any]:
+        """Return the block of each key, readable or being written, None for the others."""
+        found = self.find(keys)
+        if self.writing and None in found:
+            writing = self.writing.get
+            return [writing(key) if block is None else block for key, block in zip(keys, found, strict=True)]
+        return found
+
+    def get(self, key: OffloadKey) -> int | None:
+        """Return the block of one key, readable or being written."""
+        block = self.shards[hash(key) >> self.shift].get(key)
+        return self.writing.get(key) if block is None else block
+
+    def publish(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> None:
+        """Index readable blocks."""
+        shards, shift = self.shards, self.shift
+        if len(shards) == 1:
+            shards[0].update(zip(keys, blocks, strict=True))
+            return
+        for key, block in zip(keys, blocks, strict=True):
+            shards[hash(key) >> shift][key] = block
+
+    def withdraw(self, keys: Iterable[OffloadKey]) -> None:
+        """Take readable blocks out of the index."""
+        shards, shift = self.shards, self.shift
+        if len(shards) == 1:
+            shard = shards[0]
+            for key in keys:
+                del shard[key]
+            return
+        for key in keys:
+            del shards[hash(key) >> shift][key]
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        for shard in self.shards:
+            shard.clear()
+        self.writing.clear()
+        self.stamp.fill(ABSENT)
+        self.parked.fill(False)
+        self.num_parked = 0
+        self.part.fill(0)
+        self.keys.fill(None)
