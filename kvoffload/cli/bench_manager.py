@@ -1,0 +1,278 @@
+"""What the manager's decisions cost, beside a plain OrderedDict manager and, if at hand, vLLM's.
+
+All managers take part in each round, one after the other with the same keys; the median of the rounds is reported, and
+ratios are of medians. Keys are chosen at random over the whole cache, so the memory is cold: `dict_get_floor` is what
+a bare `dict.get` costs there. Times are nanoseconds per block, a ratio above 1 says that kvoffload is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from kvoffload.cli.bench_manager_peers import Keys, OrderedDictPeer, OwnPeer, Peer, VllmPeer, load_vllm
+from kvoffload.cli.main import OK
+from kvoffload.cli.report import print_json, print_table
+from kvoffload.cli.values import positive
+from kvoffload.keys import OffloadKey
+from kvoffload.simulate.workload import Workload
+
+Maker = Callable[[int], Peer]
+BATCHES = (1, 16, 64, 1024)
+EVICT = 1000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's options."""
+    parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="replayed too; none: the built-in chats")
+    parser.add_argument("--blocks", type=positive, default=1_000_000, help="blocks in the cache (1000000)")
+    parser.add_argument("--policies", default="lru,arc", help="policies of kvoffload to measure (lru,arc)")
+    parser.add_argument("--rounds", type=positive, default=9, help="rounds, of which the median counts (9)")
+    parser.add_argument("--operations", type=positive, default=2_000_000, help="block operations for the longest call")
+    parser.add_argument("--replay-capacity", type=positive, default=9_000, help="blocks in the trace replay (9000)")
+    parser.add_argument("--vllm-path", type=Path, help="an unpacked vLLM 0.32 wheel, measured too")
+    parser.add_argument("--parts", default="calls,pins,longest,memory,replay", help="parts to measure (all)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random choices")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and report."""
+    makers = _makers(args.policies.split(","), args.vllm_path)
+    keys = make_keys(2 * args.blocks, args.seed)
+    measure: dict[str, Callable[[], dict[str, object]]] = {
+        "calls": lambda: measure_calls(makers, keys, args.blocks, args.rounds, args.seed),
+        "pins": lambda: measure_pins(makers, keys, args.blocks),
+        "longest": lambda: measure_longest(makers, keys, args.blocks, args.operations, args.seed),
+        "memory": lambda: measure_memory(makers, keys, args.blocks),
+        "replay": lambda: measure_replay(makers, Workload(args.traces, seed=args.seed), args.replay_capacity),
+    }
+    result: dict[str, object] = {"blocks": args.blocks}
+    for part in args.parts.split(","):
+        result[part] = measure[part]()
+    if args.json:
+        print_json(result)
+    else:
+        for part in args.parts.split(","):
+            table = result[part]
+            print_table(f"manager, {args.blocks:,} blocks: {part}", table if isinstance(table, dict) else {})
+    return OK
+
+
+def _makers(policies: list[str], vllm_path: Path | None) -> dict[str, Maker]:
+    makers: dict[str, Maker] = {}
+    for policy in policies:
+        makers[f"kvoffload_{policy}"] = lambda blocks, policy=policy: OwnPeer(policy, blocks)  # type: ignore[misc]
+    makers["ordereddict_lru"] = OrderedDictPeer
+    if vllm_path is not None:
+        modules = load_vllm(vllm_path)
+        for policy in ("lru", "arc"):
+            makers[f"vllm_{policy}"] = lambda blocks, policy=policy: VllmPeer(modules, policy, blocks)  # type: ignore[misc]
+    return makers
+
+
+def make_keys(count: int, seed: int) -> list[OffloadKey]:
+    """Return distinct keys of 36 bytes, as sha256 hashes with a group would be."""
+    raw = np.random.default_rng(seed).bytes(32 * count)
+    return [OffloadKey(raw[at : at + 32] + b"\0\0\0\0") for at in range(0, 32 * count, 32)]
+
+
+def fill(peer: Peer, keys: Keys) -> None:
+    """Store keys in batches."""
+    for at in range(0, len(keys), 1024):
+        peer.store(keys[at : at + 1024])
+
+
+def measure_calls(
+    makers: dict[str, Maker], keys: list[OffloadKey], blocks: int, rounds: int, seed: int
+) -> dict[str, object]:
+    """Return nanoseconds per block of each call, per batch size and manager; a store evicts as many as it stores."""
+    peers = [make(blocks) for make in makers.values()]
+    held, fresh = keys[:blocks], keys[blocks:]
+    for peer in peers:
+        fill(peer, held)
+    floor = dict.fromkeys(held, 0)
+    rng = np.random.default_rng(seed)
+    at_once = max(1, min(8192, blocks // (rounds * len(BATCHES))))
+    times: dict[str, dict[str, list[float]]] = {}
+    gc.collect()
+    for call in ("lookup", "touch", "load", "store"):
+        for batch in BATCHES:
+            row = times.setdefault(f"{call}_{batch}", {})
+            for _ in range(rounds):
+                if call == "store":
+                    chosen, fresh = fresh[:at_once], fresh[at_once:]
+                else:
+                    chosen = [held[at] for at in rng.integers(0, blocks, at_once)]
+                batches = [chosen[at : at + batch] for at in range(0, at_once, batch)]
+                if call == "lookup":
+                    row.setdefault("dict_get_floor", []).append(_seconds(lambda part: _get_all(floor, part), batches))
+                for peer in peers:
+                    row.setdefault(peer.name, []).append(_seconds(getattr(peer, call), batches))
+    per_block = 1e9 / at_once
+    return {
+        name: {peer: round(statistics.median(values) * per_block) for peer, values in row.items()}
+        for name, row in times.items()
+    }
+
+
+def _get_all(index: dict[OffloadKey, int], keys: Keys) -> list[int | None]:
+    get = index.get
+    return [get(key) for key in keys]
+
+
+def _seconds(call: Callable[[Keys], object], batches: list[list[OffloadKey]]) -> float:
+    begin = time.perf_counter()
+    for batch in batches:
+        call(batch)
+    return time.perf_counter() - begin
+
+
+def measure_pins(makers: dict[str, Maker], keys: list[OffloadKey], blocks: int) -> dict[str, object]:
+    """Return milliseconds to store and evict 1,000 blocks while a share of the oldest blocks is pinned."""
+    result: dict[str, object] = {}
+    count = max(1, min(EVICT, blocks // 100))
+    for name, make in makers.items():
+        row: dict[str, float] = {}
+        for share in (0, 50, 90):
+            peer = make(blocks)
+            fill(peer, keys[:blocks])
+            for at in range(0, blocks * share // 100, 1024):
+                peer.pin(keys[at : min(at + 1024, blocks * share // 100)])
+            spent = [
+                _seconds(peer.store, [keys[blocks + at : blocks + at + count]]) * 1e3
+                for at in range(0, 9 * count, count)
+            ]
+            row[f"first_ms_{share}"] = round(spent[0], 2)
+            row[f"median_ms_{share}"] = round(statistics.median(spent), 2)
+            del peer
+        result[name] = row
+    return result
+
+
+def measure_longest(
+    makers: dict[str, Maker], keys: list[OffloadKey], blocks: int, operations: int, seed: int
+) -> dict[str, object]:
+    """Return the longest single call, in milliseconds, of random calls of 64 to 1,024 blocks with random pins.
+
+    The collector runs as it pleases; how long its longest pause was is reported too, and is part of the call it hit.
+    """
+    result: dict[str, object] = {}
+    for name, make in makers.items():
+        peer = make(blocks)
+        fill(peer, keys[:blocks])
+        rng = np.random.default_rng(seed)
+        held = blocks
+        pinned: list[tuple[list[OffloadKey], object]] = []
+        longest: dict[str, float] = {}
+        pauses = _Pauses()
+        done = 0
+        while done < operations:
+            size = int(rng.integers(64, 1025))
+            at = held - int(rng.integers(size, blocks // 2))
+            some = [keys[i % len(keys)] for i in range(at, at + size)]
+            roll = rng.random()
+            call, argument = "store", [keys[i % len(keys)] for i in range(held, held + size)]
+            if roll < 0.2:
+                call, argument = "touch", some
+            elif roll < 0.5:
+                call, argument = "lookup", some
+            elif roll < 0.65 and peer.lookup(some) == size:
+                call, argument = "pin", some
+            elif roll < 0.75 and pinned:
+                call = "unpin"
+            begin = time.perf_counter()
+            if call == "pin":
+                pinned.append((some, peer.pin(some)))
+            elif call == "unpin":
+                peer.unpin(*pinned.pop(0))
+            else:
+                answer = getattr(peer, call)(argument)
+                held += size if call == "store" and answer >= 0 else 0
+            longest[call] = max(longest.get(call, 0.0), time.perf_counter() - begin)
+            done += size
+            while len(pinned) > 100:
+                peer.unpin(*pinned.pop(0))
+        pauses.stop()
+        result[name] = {
+            "longest_ms": round(max(longest.values()) * 1e3, 2),
+            **{f"{call}_ms": round(value * 1e3, 2) for call, value in longest.items()},
+            "collector_ms": round(pauses.longest * 1e3, 2),
+        }
+        del peer, pinned
+    return result
+
+
+class _Pauses:
+    """Hears of garbage collections."""
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+        self._begin = 0.0
+        gc.collect()
+        gc.callbacks.append(self._heard)
+
+    def _heard(self, phase: str, info: dict[str, int]) -> None:  # noqa: ARG002
+        if phase == "start":
+            self._begin = time.perf_counter()
+        else:
+            self.longest = max(self.longest, time.perf_counter() - self._begin)
+
+    def stop(self) -> None:
+        gc.callbacks.remove(self._heard)
+
+
+def measure_memory(makers: dict[str, Maker], keys: list[OffloadKey], blocks: int) -> dict[str, object]:
+    """Return bytes per entry of a full cache: filled once, and after as many evictions again; keys excluded."""
+    result: dict[str, object] = {}
+    for name, make in makers.items():
+        gc.collect()
+        tracemalloc.start()
+        peer = make(blocks)
+        fill(peer, keys[:blocks])
+        full = tracemalloc.get_traced_memory()[0]
+        fill(peer, keys[blocks:])
+        churned = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        result[name] = {"full": round(full / blocks, 1), "churned": round(churned / blocks, 1)}
+        del peer
+    return result
+
+
+def measure_replay(makers: dict[str, Maker], workload: Workload, capacity: int) -> dict[str, object]:
+    """Return seconds per manager for a workload: look up, touch, load the hits, store the rest in steps of 16."""
+    requests = [[OffloadKey(name + b"\0\0\0\0") for name in request.block_hashes] for request in workload]
+    result: dict[str, object] = {}
+    for name, make in makers.items():
+        spent, hits = [], 0
+        for _ in range(3):
+            peer = make(capacity)
+            begin = time.perf_counter()
+            hits = sum(_serve(peer, str(number), keys) for number, keys in enumerate(requests))
+            spent.append(time.perf_counter() - begin)
+        blocks = sum(map(len, requests))
+        result[name] = {
+            "seconds": round(min(spent), 3),
+            "ns_per_block": round(min(spent) / blocks * 1e9),
+            "hit_ratio": round(hits / blocks, 4),
+        }
+    return result
+
+
+def _serve(peer: Peer, req_id: str, keys: list[OffloadKey]) -> int:
+    peer.begin(req_id)
+    hits = peer.lookup(keys)
+    peer.touch(keys)
+    if hits:
+        peer.load(keys[:hits])
+    for at in range(hits, len(keys), 16):
+        peer.store(keys[at : at + 16])
+    peer.end(keys)
+    return hits
