@@ -1,7 +1,9 @@
-"""Write the JSON Schemas of kvoffload's configuration into a folder, or check that the folder is in step.
+"""Write what is generated from the configuration's models, or check that the files are in step.
+
+Below ROOT these are `schemas/config.schema.json` (JSON Schema) and `docs/configuration.md` (the reference for people).
 
 Examples:
-  kvoffload schema                 writes schemas/
+  kvoffload schema                 writes below the current folder
   kvoffload schema --check         exit code 1 when a file differs from what would be written
 """
 
@@ -10,38 +12,85 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvoffload.config import OffloadConfig
+from pydantic import BaseModel
 
-
-def schemas() -> dict[str, dict[str, Any]]:
-    """Return every schema by its file name."""
-    return {"config.schema.json": {**OffloadConfig.model_json_schema(), "$schema": _DIALECT}}
-
+from kvoffload.config import EventsConfig, OffloadConfig
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_INTRODUCTION = """\
+# Configuration
+
+<!-- Written by `kvoffload schema`; a test checks that it is in step. -->
+
+`OffloadConfig(...)` takes these keys as arguments. `OffloadConfig.load("kvoffload.toml")` reads them from a TOML or
+JSON file, then from variables (`KVOFFLOAD_WORLD_SIZE`, `KVOFFLOAD_EVENTS__ENDPOINT`), then from its own arguments;
+later ones win. Unknown keys are refused. Sizes are bytes, or text with a unit: `"512MiB"`, `"10GB"`. Times are seconds.
+"""
+
+
+def generated() -> dict[str, str]:
+    """Return the text of every generated file, by its path below the root."""
+    schema = {**OffloadConfig.model_json_schema(), "$schema": _DIALECT}
+    return {
+        "schemas/config.schema.json": json.dumps(schema, indent=2, sort_keys=True) + "\n",
+        "docs/configuration.md": _INTRODUCTION
+        + _reference("OffloadConfig", OffloadConfig)
+        + _reference("events", EventsConfig),
+    }
+
+
+def _reference(name: str, model: type[BaseModel]) -> str:
+    properties: Mapping[str, dict[str, Any]] = model.model_json_schema()["properties"]
+    lines = [f"\n## `{name}`\n", f"{model.__doc__}\n", "| key | values | default | meaning |", "|---|---|---|---|"]
+    for key, field in model.model_fields.items():
+        default = "required" if field.is_required() else f"`{json.dumps(field.default)}`"
+        meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+        lines.append(f"| `{key}` | {_values(properties[key])} | {default} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def _values(schema: Mapping[str, Any]) -> str:
+    """Return in words what a property accepts."""
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(_values(option) for option in schema["anyOf"]))
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if "$ref" in schema:
+        return "table"
+    if "pattern" in schema:
+        return "size"
+    kind = str(schema.get("type"))
+    least = schema.get("minimum", schema.get("exclusiveMinimum"))
+    if kind == "array":
+        return f"list of {_values(schema.get('items', {}))}"
+    if least is not None:
+        return f"{kind} {'>=' if 'minimum' in schema else '>'} {least}"
+    return {"null": "none"}.get(kind, kind)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("schemas"), help="where they go (schemas/)")
+    parser.add_argument("root", nargs="?", type=Path, default=Path(), help="the folder they go below (.)")
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a file is not in step")
 
 
 def run(args: argparse.Namespace) -> int:
     """Write or check the files."""
     stale = 0
-    for name, schema in schemas().items():
-        path: Path = args.folder / name
-        text = json.dumps(schema, indent=2, sort_keys=True) + "\n"
-        current = path.read_text(encoding="utf-8") if path.is_file() else None
+    for name, text in generated().items():
+        path: Path = args.root / name
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
+            continue
         if args.check:
-            if current != text:
-                stale += 1
-                print(f"{path} is not in step: run `kvoffload schema {args.folder}`", file=sys.stderr)
-        elif current != text:
+            stale += 1
+            print(f"{path} is not in step: run `kvoffload schema {args.root}`", file=sys.stderr)
+        else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
             print(f"wrote {path}")

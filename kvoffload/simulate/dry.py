@@ -88,6 +88,7 @@ def _serve(
         gpu.release(table.blocks)
     outcome = RequestOutcome(request.arrival_seconds, request.output_tokens)
     manager.finish_request(context, outcome, keys)
+    manager.take_events()  # nobody listens
 
 
 def _store(keys: list[OffloadKey], manager: OffloadingManager, context: ReqContext, result: DryResult) -> None:

@@ -58,6 +58,12 @@ def test_the_filter_stores_what_two_requests_asked_for():
     assert run_dry(requests("abcd", "abcd", "abcd"), manager).prefix_hit_blocks == 4
 
 
+def test_events_do_not_pile_up():
+    manager = CPUOffloadingManager(2, enable_events=True)
+    run_dry(requests("ab", "cd", "ef"), manager)
+    assert list(manager.take_events()) == []
+
+
 def test_lru_on_the_built_in_chats_is_reproducible():
     workload = Workload(limit=300, seed=1)
     capacity = workload.measure().unique_blocks // 5
