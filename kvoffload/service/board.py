@@ -10,7 +10,8 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
-from kvoffload.service.jobs import JobKind, Transfer
+from kvoffload.errors import TransferError
+from kvoffload.service.jobs import Job, JobKind, Transfer
 from kvoffload.transfer.base import TransferResult
 from kvoffload.transfer.worker import OffloadingWorker
 
@@ -67,6 +68,10 @@ class TransferBoard:
         """Return the transfers whose copies have not ended."""
         return [*self._running["load"].values(), *self._running["store"].values(), *self._hung.values()]
 
+    def unended_jobs(self) -> list[Job]:
+        """Return the jobs whose copies have not ended."""
+        return [job for transfer in self.unended() for job in transfer.jobs]
+
     def submit(self, transfer: Transfer) -> BaseException | None:
         """Hand a transfer to its handler; return why it was refused, or None."""
         running = self._running[transfer.kind]
@@ -74,11 +79,15 @@ class TransferBoard:
             self._head_since[transfer.kind] = self._clock()
         running[transfer.id] = transfer
         self.inflight_bytes[transfer.kind] += transfer.num_bytes
-        if self.worker.transfer_async(transfer.id, transfer.spec, transfer.ready):
-            return None
+        error: BaseException | None
+        try:
+            if self.worker.transfer_async(transfer.id, transfer.spec, transfer.ready):
+                return None
+            error = self.worker.take_submit_error(transfer.id)
+        except Exception as raised:  # noqa: BLE001 - no handler for the direction: a refusal like any other
+            error = raised
         self._drop(transfer)
-        error = self.worker.take_submit_error(transfer.id)
-        return error if error is not None else RuntimeError("the handler refused the transfer")
+        return error if error is not None else TransferError("the handler refused the transfer")
 
     def _drop(self, transfer: Transfer) -> None:
         running = self._running[transfer.kind]
@@ -92,13 +101,18 @@ class TransferBoard:
         """Take what finished, then look for copies that are overdue.
 
         Raises:
-            Exception: What the worker raised; completions taken before are booked.
+            Exception: What the worker or a handler raised; every completion that was taken is booked.
         """
+        errors: list[Exception] = []
         for result in self.worker.get_finished():
-            self.end(result)
+            try:
+                self.end(result)
+            except Exception as error:  # noqa: BLE001 - the other completions would be lost
+                errors.append(error)
         self.check_deadlines()
-        for error in self.worker.take_handler_errors().values():
-            raise error
+        errors += [error for error in self.worker.take_handler_errors().values() if isinstance(error, Exception)]
+        if errors:
+            raise errors[0]
 
     def end(self, result: TransferResult) -> None:
         """Book the end of one copy; unknown ids are ignored."""

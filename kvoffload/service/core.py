@@ -17,9 +17,11 @@ from kvoffload.manager.base import (
     RequestOutcome,
 )
 from kvoffload.service.geometry import BlockGeometry
+from kvoffload.service.guard import GuardedManager, IsolatedEvents, IsolatedMetrics
 from kvoffload.service.history import KeyHistory
-from kvoffload.service.jobs import Job
+from kvoffload.service.jobs import Job, Signal
 from kvoffload.service.ownership import GPUBlockBook
+from kvoffload.service.results import PrefixMatch
 from kvoffload.transfer.base import JobId
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,25 @@ class NullMetrics:
 
 
 @dataclass(slots=True, eq=False)
+class LeaseState:
+    """One lease.
+
+    Attributes:
+        match: The prefix that was ready when it began, all of it pinned.
+        ended: None while it holds; else why it ended: `"left"`, `"expired"`, `"reset"` or `"aborted"`.
+    """
+
+    id: JobId
+    request: RequestState
+    match: PrefixMatch
+    keys: list[OffloadKey]
+    ticket: int | None
+    generation: int
+    expires_seconds: float
+    ended: str | None = None
+
+
+@dataclass(slots=True, eq=False)
 class RequestState:
     """What the engine keeps of one request until `finish`.
 
@@ -54,6 +75,8 @@ class RequestState:
         offered: Offloaded blocks offered so far, per group, by `OffloadEngine.offer`.
         computed_tokens: Largest value given to `offer`.
         aborted: Nothing new is done for it.
+        finished: It has ended; nothing is pinned or booked for it any more.
+        leases: Its open leases.
         hit_tokens: Tokens ready at its first look-up.
     """
 
@@ -64,9 +87,16 @@ class RequestState:
     touched: bool = False
     computed_tokens: int = 0
     aborted: bool = False
+    finished: bool = False
     hit_tokens: int = 0
     outcome: RequestOutcome | None = None
     jobs: dict[JobId, Job] = field(default_factory=dict)
+    leases: dict[JobId, LeaseState] = field(default_factory=dict)
+
+    @property
+    def over(self) -> bool:
+        """Nothing new is done for it: it was aborted or has ended."""
+        return self.aborted or self.finished
 
     def forget_job(self, job: Job) -> None:
         """The job is released."""
@@ -80,6 +110,7 @@ class Core:
         generation: Resets so far; a job of an older generation moves bytes of an older content.
         fault: Why the service is unhealthy; None when it is healthy.
         writing: Which job writes a key that is not readable yet.
+        ring: Makes the owner poll soon.
     """
 
     def __init__(
@@ -91,13 +122,15 @@ class Core:
         events: EventSink | None,
         metrics: MetricsSink | None,
         clock: Callable[[], float],
+        ring: Callable[[], None],
     ) -> None:
-        self.manager = manager
+        self.manager = GuardedManager(manager, self.fail)
         self.geometry = geometry
         self.capacity = capacity
-        self.events: EventSink = events if events is not None else NullEvents()
-        self.metrics: MetricsSink = metrics if metrics is not None else NullMetrics()
+        self.metrics: MetricsSink = IsolatedMetrics(metrics) if metrics is not None else NullMetrics()
+        self.events: EventSink = IsolatedEvents(events, self.metrics.count) if events is not None else NullEvents()
         self.clock = clock
+        self.ring = ring
         self.book = GPUBlockBook()
         self.history = KeyHistory(2 * capacity)
         self.writing: dict[OffloadKey, Job] = {}
@@ -112,6 +145,13 @@ class Core:
     def new_id(self) -> JobId:
         """Return an id that no job or transfer of this engine had."""
         return JobId(next(self._ids))
+
+    def fail(self, reason: str, error: BaseException) -> None:
+        """Become unhealthy; the next poll ends the waits. Only the first fault is kept and logged."""
+        if self.fault is None:
+            self.fault, self.fault_reason = error, reason
+            logger.error("%s: %r; serving misses from now on", reason, error, exc_info=error)
+            self.ring()
 
     @property
     def serving(self) -> bool:
@@ -141,21 +181,28 @@ class Core:
             if writing.get(key) is job:
                 del writing[key]
 
+    def forget_all_writing(self) -> None:
+        """A reset overtook every store: who waits for its keys need not wait for its copy."""
+        jobs = set(self.writing.values())
+        self.writing.clear()
+        for job in jobs:
+            self._tell(job.unwritten, job)
+
     def finish_job(self, job: Job) -> None:
         """Tell who waits for the result; `job.result` is set."""
         if job.report:
             self.reported.append(job)
-        for callback in job.take_result_callbacks():
-            self._call(callback, job)
+        self._tell(job.answered, job)
+        self._tell(job.unwritten, job)
 
     def release_job(self, job: Job) -> None:
         """Tell who waits for the release; `job.state` is `DONE`."""
-        for callback in job.take_release_callbacks():
-            self._call(callback, job)
+        self._tell(job.ended, job)
 
-    def _call(self, callback: Callable[[Job], None], job: Job) -> None:
-        try:
-            callback(job)
-        except Exception:
-            self.metrics.count("callback_errors")
-            logger.exception("a callback of job %d raised", job.id)
+    def _tell(self, signal: Signal, job: Job) -> None:
+        for listener in signal.fire():
+            try:
+                listener(job)
+            except Exception:
+                self.metrics.count("callback_errors")
+                logger.exception("a callback of job %d raised", job.id)

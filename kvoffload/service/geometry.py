@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Self
 
+from kvoffload.config import OffloadConfig
 from kvoffload.errors import UsageError
 from kvoffload.keys import GroupLayout, OffloadKey
 from kvoffload.manager.specs import GPULoadStoreSpec
+from kvoffload.memory.canonical import CanonicalKVCaches
 
 Tables = Sequence[Sequence[int]]
 """GPU block ids per group."""
@@ -33,6 +36,21 @@ class BlockGeometry:
         self.num_gpu_blocks = num_gpu_blocks
         self.align_tokens = math.lcm(*(group.block_size for group in self.groups))
         self.spans = tuple(group.block_size * group.factor for group in self.groups)
+
+    @classmethod
+    def of(cls, config: OffloadConfig, kv_caches: CanonicalKVCaches) -> Self:
+        """Return the geometry of KV caches under a configuration; one configured block size serves all groups.
+
+        Raises:
+            UsageError: The configuration names another number of groups than the KV caches have.
+        """
+        groups, num_groups = config.group_layouts(), len(kv_caches.group_data_refs)
+        if len(groups) == 1:
+            groups *= num_groups
+        if len(groups) != num_groups:
+            raise UsageError(f"gpu_block_size names {len(groups)} groups, the KV caches have {num_groups}")
+        block_bytes = [sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs]
+        return cls(groups, block_bytes, kv_caches.num_blocks)
 
     @property
     def block_size(self) -> int:

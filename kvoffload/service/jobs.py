@@ -6,11 +6,14 @@ touch its GPU blocks any more. Usually both come together. When a copy outlives 
 on, and both come at its end.
 
 A *transfer* is what a handler runs: one load job, or all stores offered in one tick.
+
+Who waits for a job listens to one of its signals; a listener that gives up is forgotten at once, so a copy that never
+ends gathers none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
@@ -46,6 +49,39 @@ _LEGAL = {
 }
 
 
+class Signal:
+    """Something that happens once to a job: tells its listeners then, and later ones at once."""
+
+    __slots__ = ("_listeners", "happened")
+
+    def __init__(self) -> None:
+        self.happened = False
+        self._listeners: dict[Listener, None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._listeners) if self._listeners else 0
+
+    def listen(self, job: Job, listener: Listener) -> None:
+        """Call `listener` with the job when it happens; at once if it has."""
+        if self.happened:
+            listener(job)
+        elif self._listeners is None:
+            self._listeners = {listener: None}
+        else:
+            self._listeners[listener] = None
+
+    def forget(self, listener: Listener) -> None:
+        """Do not call that listener any more."""
+        if self._listeners is not None:
+            self._listeners.pop(listener, None)
+
+    def fire(self) -> Iterable[Listener]:
+        """It happens now: return whom to tell."""
+        self.happened = True
+        listeners, self._listeners = self._listeners, None
+        return listeners or ()
+
+
 @dataclass(slots=True, eq=False)
 class Job:
     """One load or store of one request.
@@ -61,7 +97,11 @@ class Job:
         num_bytes: Bytes its copy moves.
         num_blocks: Engine blocks (group 0) of a load.
         num_tokens: Tokens of a load.
+        first_token: Where a load starts.
         partial: A load of less than was asked for.
+        answered: Happens when the result is known.
+        ended: Happens when no copy can touch its GPU blocks any more.
+        unwritten: Happens when a store does not write its keys any more: it was answered, or a reset overtook it.
     """
 
     id: JobId
@@ -75,14 +115,16 @@ class Job:
     num_bytes: int = 0
     num_blocks: int = 0
     num_tokens: int = 0
+    first_token: int = 0
     partial: bool = False
     infos: dict[OffloadKey, BlockInfo] = field(default_factory=dict)
     verdict: StoreResult | None = None
     state: JobState = JobState.QUEUED
     result: LoadResult | StoreResult | None = None
     report: bool = False
-    _on_result: list[Callable[[Job], None]] = field(default_factory=list)
-    _on_release: list[Callable[[Job], None]] = field(default_factory=list)
+    answered: Signal = field(default_factory=Signal)
+    ended: Signal = field(default_factory=Signal)
+    unwritten: Signal = field(default_factory=Signal)
 
     @property
     def released(self) -> bool:
@@ -99,29 +141,12 @@ class Job:
             raise KVOffloadError(f"job {self.id} cannot go from {self.state.value} to {state.value}")
         self.state = state
 
-    def on_result(self, callback: Callable[[Job], None]) -> None:
-        """Call `callback` once, when the result is known; at once if it is."""
-        if self.result is not None:
-            callback(self)
-        else:
-            self._on_result.append(callback)
+    def on_release(self, listener: Listener) -> None:
+        """Call `listener` once, when no copy can touch the job's GPU blocks; at once if that is so."""
+        self.ended.listen(self, listener)
 
-    def on_release(self, callback: Callable[[Job], None]) -> None:
-        """Call `callback` once, when no copy can touch the job's GPU blocks; at once if that is so."""
-        if self.released:
-            callback(self)
-        else:
-            self._on_release.append(callback)
 
-    def take_result_callbacks(self) -> list[Callable[[Job], None]]:
-        """Return and forget who waits for the result."""
-        callbacks, self._on_result = self._on_result, []
-        return callbacks
-
-    def take_release_callbacks(self) -> list[Callable[[Job], None]]:
-        """Return and forget who waits for the release."""
-        callbacks, self._on_release = self._on_release, []
-        return callbacks
+Listener = Callable[[Job], None]
 
 
 @dataclass(slots=True, eq=False)

@@ -3,32 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 
-from kvoffload.keys import OffloadKey
-from kvoffload.manager.base import ReqContext
-from kvoffload.service.core import Core, RequestState
+from kvoffload.service.core import Core, LeaseState, RequestState
 from kvoffload.service.results import PrefixMatch
 from kvoffload.transfer.base import JobId
-
-
-@dataclass(slots=True, eq=False)
-class LeaseState:
-    """One lease.
-
-    Attributes:
-        match: The prefix that was ready when it began, all of it pinned.
-        ended: None while it holds; else why it ended: `"left"`, `"expired"`, `"reset"` or `"aborted"`.
-    """
-
-    id: JobId
-    context: ReqContext
-    match: PrefixMatch
-    keys: list[OffloadKey]
-    ticket: int | None
-    generation: int
-    expires_seconds: float
-    ended: str | None = None
 
 
 class LeaseDesk:
@@ -46,19 +24,25 @@ class LeaseDesk:
         """Return pinned offloaded blocks per request id."""
         owners: dict[str, int] = {}
         for lease in self._open.values():
-            owner = lease.context.req_id or ""
+            owner = lease.request.context.req_id or ""
             owners[owner] = owners.get(owner, 0) + len(lease.keys)
         return owners
 
     def open(self, request: RequestState, match: PrefixMatch) -> LeaseState:
-        """Pin the ready prefix that `match` names."""
+        """Pin the ready prefix that `match` names; nothing for a request that is over."""
         core = self._core
         per_group = [request.chain.keys(group_idx) for group_idx in range(len(core.geometry.groups))]
-        keys = core.geometry.keys(per_group, 0, match.ready_tokens) if match.ready_tokens else []
-        ticket = core.manager.prepare_load(keys, request.context).ticket if keys else None
+        keys = [] if request.over else core.geometry.keys(per_group, 0, match.ready_tokens)
+        source = core.manager.prepare_load(keys, request.context) if keys else None
+        if source is None:
+            keys, match = [], PrefixMatch(0, 0, 0)
+        ticket = source.ticket if source is not None else None
         expires = core.clock() + self._lease_seconds
-        lease = LeaseState(core.new_id(), request.context, match, keys, ticket, core.generation, expires)
-        self._open[lease.id] = lease
+        lease = LeaseState(core.new_id(), request, match, keys, ticket, core.generation, expires)
+        if request.over:
+            lease.ended = "aborted" if request.aborted else "left"
+            return lease
+        self._open[lease.id] = request.leases[lease.id] = lease
         return lease
 
     def why_dead(self, lease: LeaseState) -> str | None:
@@ -73,13 +57,14 @@ class LeaseDesk:
             return
         lease.ended = reason
         self._open.pop(lease.id, None)
+        lease.request.leases.pop(lease.id, None)
         if lease.ticket is not None:
-            self._core.manager.complete_load(lease.keys, lease.context, ticket=lease.ticket)
+            self._core.manager.complete_load(lease.keys, lease.request.context, ticket=lease.ticket)
             self._core.flush_events()
 
-    def close_all_of(self, context: ReqContext, reason: str) -> None:
+    def close_all_of(self, request: RequestState, reason: str) -> None:
         """Unpin every lease of one request."""
-        for lease in [lease for lease in self._open.values() if lease.context is context]:
+        for lease in list(request.leases.values()):
             self.close(lease, reason)
 
     def expire(self) -> None:

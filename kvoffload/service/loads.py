@@ -13,7 +13,8 @@ from kvoffload.service.jobs import Job, JobState, Transfer
 from kvoffload.service.results import LoadOutcome, LoadResult, PrefixMatch
 from kvoffload.transfer.base import HOST_VISIBLE, Ready, TransferResult
 
-MISS = LoadResult(LoadOutcome.MISS)
+_Signature = tuple[OffloadKey, int, tuple[int, ...]]
+"""Last key, first token and GPU blocks: loads that agree in these move the same bytes to the same place."""
 
 
 class LoadDesk:
@@ -24,13 +25,13 @@ class LoadDesk:
         self._board = board
         self._max_inflight_bytes = max_inflight_bytes
         self._max_inflight_jobs = max_inflight_jobs
-        self._shared: dict[tuple[OffloadKey, int, tuple[int, ...]], Job] = {}
+        self._shared: dict[_Signature, tuple[Job, Ready]] = {}
         self.loaded_bytes = 0
 
     def match(self, request: RequestState) -> PrefixMatch:
         """Return what is ready and pending of a request's prefix: pins nothing, counts nothing."""
         core = self._core
-        if not core.serving or request.aborted:
+        if not core.serving or request.over:
             return PrefixMatch(0, 0, 0)
         geometry, context, chain = core.geometry, request.context, request.chain
         ready = known = -1
@@ -46,7 +47,7 @@ class LoadDesk:
 
     def first_use(self, request: RequestState) -> None:
         """Book the request's look-ups and touch its keys, once in its life: retries are not look-ups."""
-        if request.touched:
+        if request.touched or request.finished:
             return
         request.touched = True
         core, chain, context = self._core, request.chain, request.context
@@ -81,19 +82,25 @@ class LoadDesk:
         jobs, inflight = self._board.num_running("load"), self._board.inflight_bytes["load"]
         return not jobs or (jobs < self._max_inflight_jobs and inflight + num_bytes <= self._max_inflight_bytes)
 
-    def pending_job(self, request: RequestState) -> Job | None:
-        """Return the last job that still writes a block right behind the ready prefix; None when none does."""
+    def pending_job(self, request: RequestState, upto_tokens: int) -> Job | None:
+        """Return the last job that still writes a block of the first `upto_tokens`, right behind the ready prefix."""
         core, last = self._core, None
-        if not core.writing:
+        if not core.writing or not core.serving or request.over:
             return None
-        for group_idx in range(len(core.geometry.groups)):
-            keys = request.chain.keys(group_idx)
+        for group_idx, span in enumerate(core.geometry.spans):
+            keys = request.chain.keys(group_idx)[: -(-upto_tokens // span)]
             found = core.manager.match(keys, request.context)
             for key in keys[found.ready : found.ready + found.pending]:
                 job = core.writing.get(key)
                 if job is not None and (last is None or job.id > last.id):
                     last = job
         return last
+
+    def most(self, tables: Tables, first_token: int, max_tokens: int) -> int:
+        """Return the token up to which a load could fill `tables`, were everything ready."""
+        geometry = self._core.geometry
+        room = min(len(table) * group.block_size for table, group in zip(tables, geometry.groups, strict=True))
+        return max(first_token, geometry.cut(min(max_tokens, first_token + room)))
 
     def size(self, first_token: int, end_token: int) -> int:
         """Return the bytes of a load of tokens `[first_token, end_token)`."""
@@ -116,9 +123,7 @@ class LoadDesk:
         if first_token % geometry.align_tokens:
             raise UsageError(f"a load starts at a block end of every group, not at token {first_token}")
         geometry.check_ids(tables)
-        room = min(len(table) * group.block_size for table, group in zip(tables, geometry.groups, strict=True))
-        end = min(self.match(request).ready_tokens, max_tokens, first_token + room)
-        return max(first_token, geometry.cut(end))
+        return max(first_token, min(self.match(request).ready_tokens, self.most(tables, first_token, max_tokens)))
 
     def start(
         self,
@@ -130,37 +135,46 @@ class LoadDesk:
         partial: bool,
         after: Ready = HOST_VISIBLE,
     ) -> Job:
-        """Pin and submit a load of tokens `[first_token, end_token)`, all ready; or join the same load in flight."""
+        """Pin and submit a load of tokens `[first_token, end_token)`, all ready; or join the same load in flight.
+
+        Raises:
+            UsageError: A GPU block is named twice: it cannot hold two blocks' bytes.
+        """
         core, geometry = self._core, self._core.geometry
         spec = geometry.spec(tables, first_token, end_token)
         keys = geometry.keys(
             [request.chain.keys(group_idx) for group_idx in range(len(geometry.groups))], first_token, end_token
         )
         blocks = spec.block_ids.tolist()
+        if len(set(blocks)) < len(blocks):
+            raise UsageError(f"a load names a GPU block twice: {blocks}")
         signature = (keys[-1], first_token, tuple(blocks))
-        running = self._shared.get(signature)
-        if running is not None and running.generation == core.generation and running.result is None:
+        running = self._running_twin(signature, after)
+        if running is not None:
             return running
-        source = core.manager.prepare_load(keys, request.context)
         job = Job(
             id=core.new_id(),
             request_id=request.context.req_id or "",
             kind="load",
             context=request.context,
             keys=keys,
-            ticket=source.ticket,
             gpu_blocks=blocks,
             generation=core.generation,
             num_bytes=geometry.num_bytes(spec.group_sizes),
             num_blocks=spec.group_sizes[0],
             num_tokens=end_token - first_token,
+            first_token=first_token,
             partial=partial,
         )
+        source = core.manager.prepare_load(keys, request.context)
+        if source is None:
+            return self._refuse(job)
+        job.ticket = source.ticket
         request.jobs[job.id] = job
         job.on_release(request.forget_job)
         core.book.hold(blocks)
         job.move(JobState.RUNNING)
-        self._shared[signature] = job
+        self._shared[signature] = job, after
         job.on_release(lambda _: self._forget(signature, job))
         refused = self._board.submit(Transfer(int(job.id), "load", (source, spec), [job], after, job.num_bytes))
         if refused is not None:
@@ -169,8 +183,24 @@ class LoadDesk:
             self._close(job, result, touched=False)
         return job
 
-    def _forget(self, signature: tuple[OffloadKey, int, tuple[int, ...]], job: Job) -> None:
-        if self._shared.get(signature) is job:
+    def _running_twin(self, signature: _Signature, after: Ready) -> Job | None:
+        """Return an unanswered load of the same bytes to the same place that also waits for what `after` asks."""
+        running, waits_for = self._shared.get(signature, (None, None))
+        if running is None or running.result is not None or running.generation != self._core.generation:
+            return None
+        return running if after is waits_for or isinstance(after, str) else None
+
+    def _refuse(self, job: Job) -> Job:
+        """Answer a job that the manager could not reserve."""
+        core = self._core
+        job.result = LoadResult(LoadOutcome.UNHEALTHY, reason="unhealthy", error=core.fault)
+        job.move(JobState.DONE)
+        core.finish_job(job)
+        core.release_job(job)
+        return job
+
+    def _forget(self, signature: _Signature, job: Job) -> None:
+        if self._shared.get(signature, (None,))[0] is job:
             del self._shared[signature]
 
     def ended(self, job: Job, outcome: TransferResult) -> None:
@@ -193,7 +223,7 @@ class LoadDesk:
     def answer_early(self, job: Job, reason: str, error: BaseException | None) -> None:
         """Answer a job whose copy has not ended; its pins and GPU blocks stay held until it does."""
         core = self._core
-        if reason == "deadline" and job.ticket is not None:
+        if reason == "deadline":
             core.manager.abandon(job.ticket, copy_running=True, hung=True)
             core.flush_events(cause="discarded")
         job.move(JobState.HUNG)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from kvoffload.keys import BlockChain
+from collections.abc import Sequence
+
+from kvoffload.keys import OffloadKey
 from kvoffload.service.board import TransferBoard
 from kvoffload.service.core import Core
 from kvoffload.service.jobs import JobState
 from kvoffload.service.results import BlockReport, Stats
 
 
-def explain(core: Core, chain: BlockChain) -> list[BlockReport]:
-    """Say for each offloaded block of a chain whether it is served, and if not, what last happened to it."""
+def explain(core: Core, per_group: Sequence[Sequence[OffloadKey]]) -> list[BlockReport]:
+    """Say for each offloaded block of a sequence whether it is served, and if not, what last happened to it."""
     now = core.clock()
     reports = []
     for group_idx, group in enumerate(core.geometry.groups):
-        for index, key in enumerate(chain.keys(group_idx)):
+        for index, key in enumerate(per_group[group_idx]):
             found = core.manager.match([key])
             state, age = "ready" if found.ready else "pending", None
             if not found.ready and not found.pending:
@@ -26,7 +28,7 @@ def explain(core: Core, chain: BlockChain) -> list[BlockReport]:
 
 def collect_stats(core: Core, board: TransferBoard) -> Stats:
     """Return what the manager, the books and the board count."""
-    hung = [job for transfer in board.unended() for job in transfer.jobs if job.state is JobState.HUNG]
+    hung = [job for job in board.unended_jobs() if job.state is JobState.HUNG]
     return Stats(
         manager=core.manager.stats(),
         running_loads=board.num_running("load"),

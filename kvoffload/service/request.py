@@ -7,8 +7,8 @@ cancellation, or by the garbage collection of a generator.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Generator, MutableSequence, Sequence
+import logging
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -17,63 +17,20 @@ from kvoffload.errors import ClosedError, TransferError, UsageError
 from kvoffload.keys import BlockChain
 from kvoffload.manager.base import ReqContext, RequestOutcome
 from kvoffload.manager.specs import GPULoadStoreSpec
-from kvoffload.service.core import RequestState
+from kvoffload.service.core import LeaseState, RequestState
 from kvoffload.service.geometry import Tables
 from kvoffload.service.jobs import Job
-from kvoffload.service.leases import LeaseState
+from kvoffload.service.lease import LeaseContext
 from kvoffload.service.ownership import Free
-from kvoffload.service.results import LoadOutcome, LoadResult, PrefixMatch, StoreResult
-from kvoffload.service.waiting import wait_for_job
-from kvoffload.transfer.base import HOST_VISIBLE, JobId, Ready
+from kvoffload.service.results import LoadOutcome, LoadResult, PrefixMatch
+from kvoffload.service.store_job import StoreJob
+from kvoffload.service.waiting import Wait, wait_for_job
+from kvoffload.transfer.base import HOST_VISIBLE, Ready
 
 if TYPE_CHECKING:
     from kvoffload.service.service import OffloadService
 
-
-class StoreJob:
-    """A store on its way. Await it for its `StoreResult`; nobody has to."""
-
-    __slots__ = ("_job", "_service")
-
-    def __init__(self, service: OffloadService, job: Job) -> None:
-        self._service = service
-        self._job = job
-
-    @property
-    def id(self) -> JobId:
-        """The job's id."""
-        return self._job.id
-
-    def __await__(self) -> Generator[object, None, StoreResult]:
-        return self._result().__await__()
-
-    async def _result(self) -> StoreResult:
-        job, service = self._job, self._service
-        if job.result is None:
-            await wait_for_job(service.resolver, service.loop, job.on_result, None)
-        if not isinstance(job.result, StoreResult):
-            raise ClosedError("the service was closed before the store ended")
-        return job.result
-
-    @property
-    def done(self) -> bool:
-        """The result is known."""
-        return self._job.result is not None
-
-    @property
-    def source_released(self) -> bool:
-        """No copy reads its GPU blocks any more."""
-        return self._job.released
-
-    def on_source_released(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on the loop thread once no copy reads the source blocks; at once if that is so."""
-        self._job.on_release(lambda _: callback())
-
-    async def wait_source_released(self) -> None:
-        """Wait until no copy reads the source blocks."""
-        if not self._job.released:
-            service = self._service
-            await wait_for_job(service.resolver, service.loop, self._job.on_release, None)
+logger = logging.getLogger(__name__)
 
 
 class OffloadRequest:
@@ -86,6 +43,9 @@ class OffloadRequest:
         gpu_blocks: The engine's block table, which may grow by append; a table per group for several groups.
         free: Called on the loop thread with GPU blocks that no copy can touch any more, each block once, after the
             request was left. None: the caller has its own protocol (`StoreJob.source_released`, `when_released`).
+
+    The request owns the blocks that are in `gpu_blocks` when it is left. Blocks that the caller took out before are the
+    caller's again, to be reused when `when_released` says so. When entering raises, nothing was taken over.
     """
 
     def __init__(
@@ -102,18 +62,18 @@ class OffloadRequest:
         self.chain = chain
         self.gpu_blocks = gpu_blocks
         self._service = service
-        self._engine = service.engine
+        self.engine = service.engine
         self._free = free
         self._state: RequestState | None = None
         self._left = False
-        self._waits: set[asyncio.Future[object]] = set()
+        self._waits: set[Wait] = set()
 
     async def __aenter__(self) -> Self:
         self._service.check_open()
         if self._left:
             raise UsageError(f"request {self.id!r} was left: make a new one")
-        self._engine.begin(self.context, self.chain)
-        self._state = self._engine.state(self.id)
+        self.engine.begin(self.context, self.chain)
+        self._state = self.engine.state(self.id)
         self._service.add(self)
         return self
 
@@ -123,15 +83,33 @@ class OffloadRequest:
         self.leave()
 
     def leave(self) -> None:
-        """End the request now; what `async with` does at its end. Idempotent, never waits."""
+        """End the request now; what `async with` does at its end. Idempotent, never waits.
+
+        On another thread (a generator collected there) the loop does it as soon as it can.
+        """
         if self._left or self._state is None:
             return
+        service, engine = self._service, self.engine
+        if not engine.owned_here and not engine.closed:
+            self._leave_from_elsewhere()
+            return
         self._left = True
-        self._service.remove(self)
+        service.remove(self)
         self.interrupt()
-        self._engine.finish(self.id)
-        blocks = [block for table in self._tables() for block in table]
-        self._engine.give_back(blocks, self._free)
+        try:
+            engine.finish(self.id)
+        except ClosedError:
+            pass
+        finally:
+            blocks = [block for table in self._tables() for block in table]
+            engine.give_back(blocks, self._free)
+
+    def _leave_from_elsewhere(self) -> None:
+        loop = self._service.loop
+        if self.engine.is_foreign_process or loop.is_closed():
+            logger.warning("request %r was left in a fork or after its loop was closed: nothing was freed", self.id)
+            return
+        loop.call_soon_threadsafe(self.leave)
 
     def interrupt(self) -> None:
         """End the waits of this request's calls; they answer with reason `"aborted"`."""
@@ -146,14 +124,14 @@ class OffloadRequest:
         return self._state
 
     def _tables(self) -> Tables:
-        return self._engine.geometry.tables(self.gpu_blocks)
+        return self.engine.geometry.tables(self.gpu_blocks)
 
     # ---- loads
 
     def match(self) -> PrefixMatch:
         """Return what is held of the prefix: pins nothing, counts nothing, microseconds."""
         self._entered()
-        return self._engine.match(self.id)
+        return self.engine.match(self.id)
 
     async def load(
         self,
@@ -179,61 +157,81 @@ class OffloadRequest:
             ClosedError: The service is closed.
             TransferError: Unhealthy, with `fail_open=False`.
         """
-        state = self._entered()
+        self._entered()
         if first_block < 0 or leave_tokens < 0:
             raise UsageError(f"first_block and leave_tokens must not be negative, got {first_block} and {leave_tokens}")
-        first = first_block * self._engine.geometry.block_size
+        first = first_block * self.engine.geometry.block_size
         tables = [
             table[first // group.block_size :]
-            for table, group in zip(self._tables(), self._engine.geometry.groups, strict=True)
+            for table, group in zip(self._tables(), self.engine.geometry.groups, strict=True)
         ]
-        return await self.load_tables(state, tables, first, self.chain.num_tokens - leave_tokens, timeout, after)
+        return await self.load_tables(tables, first, self.chain.num_tokens - leave_tokens, timeout, after)
 
     async def load_tables(
-        self, state: RequestState, tables: Tables, first: int, max_tokens: int, timeout: float | None, after: Ready
+        self,
+        tables: Tables,
+        first: int,
+        max_tokens: int,
+        timeout: float | None,
+        after: Ready,
+        stop: Callable[[], LoadResult | None] = lambda: None,
     ) -> LoadResult:
-        """Load tokens `[first, max_tokens)` as far as they are held; the work behind `load` and `Lease.load`."""
-        service, engine, config = self._service, self._engine, self._service.config
+        """Load tokens `[first, max_tokens)` as far as they are held; the work behind `load` and `Lease.load`.
+
+        `stop` is asked after each wait, and before the copy: what it returns is the answer.
+        """
+        state = self._entered()
+        service, engine, config = self._service, self.engine, self._service.config
         began = service.clock()
         until = began + (config.load_deadline_seconds if timeout is None else timeout)
-        await self._wait_pending(state, min(until, began + config.pending_wait_seconds))
+        wanted = engine.loads.most(tables, first, max_tokens)
+        await self._wait_pending(state, wanted, min(until, began + config.pending_wait_seconds))
         pending = service.clock() - began
-        waited = False
-        while True:
-            refusal = self._refusal(state)
-            if refusal is not None:
-                return replace(refusal, pending_seconds=pending)
-            end = engine.plan_load(state, tables, first, max_tokens)
-            engine.look_up(state)
-            if end <= first:
-                return LoadResult(LoadOutcome.MISS, pending_seconds=pending)
-            if (waited or not service.room_queue) and engine.room_for_load(first, end):
-                break
-            if not await service.wait_room(until - service.clock(), self._waits, first=waited):
-                refusal = self._refusal(state) or LoadResult(LoadOutcome.MISS, reason="backpressure")
-                return replace(refusal, pending_seconds=pending)
-            waited = True
-        job = engine.run_load(state, tables, first, end, max_tokens, after)
-        service.load_started()
+        turn = False
+        try:
+            while True:
+                refusal = stop() or self._refusal(state)
+                if refusal is not None:
+                    return replace(refusal, pending_seconds=pending)
+                end = engine.loads.plan(state, tables, first, max_tokens)
+                engine.loads.first_use(state)
+                if end <= first:
+                    return LoadResult(LoadOutcome.MISS, pending_seconds=pending)
+                if (turn or not service.room.busy) and engine.loads.room(engine.loads.size(first, end)):
+                    break
+                first_in_line, turn = turn, False
+                turn = await service.room.wait(until - service.clock(), self._waits, first=first_in_line)
+                if not turn:
+                    refusal = stop() or self._refusal(state) or LoadResult(LoadOutcome.MISS, reason="backpressure")
+                    return replace(refusal, pending_seconds=pending)
+            job = engine.loads.start(state, tables, first, end, partial=end < wanted, after=after)
+            service.arm_timer()
+        finally:
+            if turn:
+                service.room.next()
         result = await self._await_load(state, job, until)
+        if result.outcome is LoadOutcome.LOADED and end < wanted:  # a load that was joined asked for less
+            result = replace(result, outcome=LoadOutcome.PARTIAL)
+        elif result.outcome is LoadOutcome.PARTIAL and end >= wanted:
+            result = replace(result, outcome=LoadOutcome.LOADED)
         return replace(result, pending_seconds=pending)
 
     async def _await_load(self, state: RequestState, job: Job, until: float) -> LoadResult:
         service = self._service
         if job.result is None:
-            await wait_for_job(service.resolver, service.loop, job.on_result, until - service.clock(), self._waits)
+            await wait_for_job(service.resolver, job, job.answered, until - service.clock(), self._waits)
         result = job.result
         if isinstance(result, LoadResult):
             if result.reason == "unhealthy" and not service.config.fail_open:
                 raise TransferError("the service is unhealthy") from result.error
             return result
-        reason = "aborted" if state.aborted or self._left else "timeout"
+        reason = "aborted" if state.over else "timeout"
         return LoadResult(LoadOutcome.FAILED, undefined_gpu_blocks=tuple(job.gpu_blocks), reason=reason)
 
     def _refusal(self, state: RequestState) -> LoadResult | None:
         """Return the answer of a load that may not start; None when it may."""
-        engine, service = self._engine, self._service
-        if state.aborted or self._left:
+        engine, service = self.engine, self._service
+        if state.over:
             return LoadResult(LoadOutcome.MISS, reason="aborted")
         health = engine.health()
         if not health.ok:
@@ -244,15 +242,15 @@ class OffloadRequest:
             return LoadResult(LoadOutcome.MISS, reason="disabled")
         return None
 
-    async def _wait_pending(self, state: RequestState, until: float) -> None:
-        """Wait for blocks of the prefix that are being written; holds no pin."""
+    async def _wait_pending(self, state: RequestState, upto_tokens: int, until: float) -> None:
+        """Wait for blocks of the first `upto_tokens` that are being written; holds no pin."""
         service = self._service
-        while self._refusal(state) is None:
-            job = self._engine.pending_job(state)
+        while True:
+            job = self.engine.loads.pending_job(state, upto_tokens)
             left = until - service.clock()
             if job is None or left <= 0:
                 return
-            if not await wait_for_job(service.resolver, service.loop, job.on_result, left, self._waits):
+            if not await wait_for_job(service.resolver, job, job.unwritten, left, self._waits):
                 return
 
     # ---- stores
@@ -268,7 +266,7 @@ class OffloadRequest:
             UsageError: `computed_tokens` shrank, exceeds the chain, or the block table is too short.
         """
         state = self._entered()
-        job = self._engine.offer_computed(state, self._tables(), computed_tokens, ready)
+        job = self.engine.stores.offer_computed(state, self._tables(), computed_tokens, ready)
         self._service.submitted()
         return StoreJob(self._service, job)
 
@@ -278,7 +276,7 @@ class OffloadRequest:
         Raises:
             UsageError: A group does not start at an offloaded block, or reaches beyond the chain.
         """
-        job = self._engine.offer_spec(self._entered(), blocks, ready)
+        job = self.engine.stores.offer_spec(self._entered(), blocks, ready)
         self._service.submitted()
         return StoreJob(self._service, job)
 
@@ -287,6 +285,16 @@ class OffloadRequest:
     def lease(self, *, timeout: float | None = None) -> LeaseContext:
         """Return a lease to enter with `async with`: it waits for blocks being written, then pins the ready prefix."""
         return LeaseContext(self, timeout)
+
+    async def open_lease(self, timeout: float | None) -> LeaseState:
+        """Do what entering `lease()` does; who calls it ends the lease with `engine.close_lease`."""
+        state, service, engine = self._entered(), self._service, self.engine
+        wait = service.config.pending_wait_seconds if timeout is None else timeout
+        await self._wait_pending(state, self.chain.num_tokens, service.clock() + wait)
+        engine.loads.first_use(state)
+        lease = engine.open_lease(state)
+        service.arm_timer()
+        return lease
 
     def finished(
         self,
@@ -297,7 +305,7 @@ class OffloadRequest:
     ) -> None:
         """Say what is known about the request's end; policies use it when the request is left."""
         self._entered()
-        self._engine.hint(
+        self.engine.hint(
             self.id,
             RequestOutcome(
                 output_tokens=output_tokens,
@@ -309,65 +317,12 @@ class OffloadRequest:
     def abort(self) -> None:
         """Do nothing new for this request; waiting calls end. Idempotent, in any state."""
         if self._state is not None and not self._left:
-            self._engine.abort(self.id)
+            self.engine.abort(self.id)
             self.interrupt()
 
     def when_released(self, blocks: Sequence[int], callback: Free) -> None:
-        """Call `callback` with those of `blocks` that no copy can touch, now and later, each once."""
-        self._engine.give_back(blocks, callback)
+        """Call `callback` with those of `blocks` that no copy can touch, now and later, each once.
 
-
-class Lease:
-    """The ready prefix of a request, pinned until its block is left, `lease_seconds` passed, or a reset.
-
-    Attributes:
-        match: What was ready when the lease began; all of it is pinned.
-    """
-
-    def __init__(self, request: OffloadRequest, lease: LeaseState) -> None:
-        self._request = request
-        self._lease = lease
-        self.match = lease.match
-
-    async def load(
-        self, blocks: GPULoadStoreSpec, *, timeout: float | None = None, after: Ready = HOST_VISIBLE
-    ) -> LoadResult:
-        """Load pinned blocks into explicit GPU blocks; a miss with a reason when the lease pins nothing any more.
-
-        Raises:
-            UsageError: The groups of `blocks` start at different tokens, or ids are out of range.
+        For blocks that the caller took out of `gpu_blocks`: blocks that stay in it go to `free` as well.
         """
-        request, engine = self._request, self._request._engine  # noqa: SLF001 - same module
-        dead = engine.why_lease_dead(self._lease)
-        if dead is not None:
-            return LoadResult(LoadOutcome.MISS, reason=dead)
-        tables, starts = engine.geometry.split(blocks)
-        first = engine.geometry.common_start(tables, starts)
-        state = request._entered()  # noqa: SLF001 - same module
-        return await request.load_tables(state, tables, first, self.match.ready_tokens, timeout, after)
-
-
-class LeaseContext:
-    """Enters and leaves a `Lease`; leaving never awaits."""
-
-    def __init__(self, request: OffloadRequest, timeout: float | None) -> None:
-        self._request = request
-        self._timeout = timeout
-        self._lease: LeaseState | None = None
-
-    async def __aenter__(self) -> Lease:
-        request = self._request
-        state = request._entered()  # noqa: SLF001 - same module
-        service, engine = request._service, request._engine  # noqa: SLF001 - same module
-        wait = service.config.pending_wait_seconds if self._timeout is None else self._timeout
-        await request._wait_pending(state, service.clock() + wait)  # noqa: SLF001 - same module
-        engine.look_up(state)
-        self._lease = engine.open_lease(state)
-        service.arm_timer()
-        return Lease(request, self._lease)
-
-    async def __aexit__(
-        self, et: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        if self._lease is not None:
-            self._request._engine.close_lease(self._lease)  # noqa: SLF001 - same module
+        self.engine.give_back(blocks, callback)

@@ -9,9 +9,7 @@ never awaits, so it cannot be cancelled half-way.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -21,14 +19,14 @@ from kvoffload.errors import ClosedError, KVOffloadError, UsageError
 from kvoffload.keys import BlockChain
 from kvoffload.manager.base import EventSink, MetricsSink, ReqContext
 from kvoffload.memory.canonical import CanonicalKVCaches
+from kvoffload.service.closing import Closing
 from kvoffload.service.engine import OffloadEngine
 from kvoffload.service.ownership import Free
 from kvoffload.service.request import OffloadRequest
 from kvoffload.service.results import BlockReport, Health, Stats
-from kvoffload.service.waiting import Resolver, give_up, in_thread
+from kvoffload.service.room import RoomLine
+from kvoffload.service.waiting import Resolver, in_thread, wait_released
 from kvoffload.spec.base import OffloadingSpec
-
-logger = logging.getLogger(__name__)
 
 
 class OffloadService:
@@ -58,15 +56,13 @@ class OffloadService:
         self.config = config
         self.clock = clock
         self.engine = OffloadEngine(config, kv_caches, spec=spec, events=events, metrics=metrics, clock=clock)
-        self._open_requests: set[OffloadRequest] = set()
+        self._open: dict[str, OffloadRequest] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._resolver: Resolver | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._flush_scheduled = False
-        self._room_waiters: deque[asyncio.Future[object]] = deque()
-        self._idle_waiters: list[asyncio.Future[object]] = []
-        self._closing: asyncio.Task[None] | None = None
+        self._entered = False
+        self._closing: Closing | None = None
 
     # ---- life
 
@@ -74,21 +70,16 @@ class OffloadService:
         if self._loop is not None:
             raise UsageError("an OffloadService is entered once")
         loop = self._loop = asyncio.get_running_loop()
-        self._resolver = Resolver(loop)
-        started = asyncio.ensure_future(in_thread(self.engine.start, "kvoffload-start"))
-        try:
-            await asyncio.shield(started)
-        except asyncio.CancelledError:
-            started.add_done_callback(self._undo_start)
-            raise
+        self.resolver = Resolver(loop)
+        self.room = RoomLine(self.resolver)
+        await in_thread(self.engine.start, "kvoffload-start", lambda _: self._undo_start())
         self.engine.adopt()
         loop.add_reader(self.engine.fileno(), self._on_readable)
+        self._entered = True
         return self
 
-    def _undo_start(self, started: asyncio.Future[None]) -> None:
-        """The entering task was cancelled while the engine started: release what it allocated."""
-        if started.cancelled() or started.exception() is not None:
-            return
+    def _undo_start(self) -> None:
+        """The entering task was cancelled while the engine started: release what it allocated, off the loop."""
         self.engine.adopt()
         self.engine.close(0.0)
 
@@ -100,39 +91,32 @@ class OffloadService:
     async def aclose(self, timeout: float = 10.0) -> None:
         """Refuse new work, let copies end, release everything. Idempotent; concurrent calls wait for the same end.
 
-        Cancelling the call does not stop the closing.
+        Cancelling the call does not stop the closing. When the loop itself ends (`asyncio.run` cancels every task), the
+        closing is done at once, without waiting for copies.
 
         Raises:
             UndrainedCopies: Copies still run after `timeout` seconds: their memory stays mapped on purpose, everything
                 else was released.
+            TransferError: A handler failed to shut down; everything was released all the same.
         """
-        if self._loop is None:
+        if not self._entered:
             return
         if self._closing is None:
-            self._closing = self._loop.create_task(self._close(timeout), name="kvoffload-close")
-            self._closing.add_done_callback(_note_undrained)
-        await asyncio.shield(self._closing)
+            self._check_thread()
+            self._closing = Closing(self.engine, self.resolver, self._detach)
+            for request in list(self._open.values()):
+                request.leave()
+            self._closing.start(timeout)
+        await self._closing.wait()
 
-    async def _close(self, timeout: float) -> None:
-        engine, loop = self.engine, self.loop
-        engine.begin_close()
-        for request in list(self._open_requests):
-            request.leave()
-        self._wake_room_waiters(everyone=True)
-        try:
-            if not engine.idle:
-                await self._wait_idle(timeout)
-        finally:
-            fd = engine.fileno()
-            if fd >= 0:
-                loop.remove_reader(fd)
-            if self._timer is not None:
-                self._timer.cancel()
-            try:
-                await in_thread(engine.finish_close, "kvoffload-close")
-            finally:
-                for future in self._idle_waiters:
-                    self.resolver.resolve(future, True)
+    def _detach(self) -> None:
+        """Stop listening: nothing calls this service back any more."""
+        fd = self.engine.fileno()
+        if fd >= 0 and not self.loop.is_closed():
+            self.loop.remove_reader(fd)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -145,24 +129,21 @@ class OffloadService:
             raise UsageError("the service was not entered: use `async with OffloadService(...) as service`")
         return self._loop
 
-    @property
-    def resolver(self) -> Resolver:
-        """Resolves this service's futures in batches."""
-        if self._resolver is None:
-            raise UsageError("the service was not entered: use `async with OffloadService(...) as service`")
-        return self._resolver
-
     def check_open(self) -> None:
-        """Refuse calls before `__aenter__` and after `aclose`.
+        """Refuse calls before `__aenter__`, after `aclose`, from another thread and after fork.
 
         Raises:
             ClosedError: The service is closing or closed.
-            UsageError: It was not entered.
+            UsageError: It was not entered, or the caller is not on the loop's thread.
         """
-        if self._loop is None:
-            raise UsageError("the service was not entered: use `async with OffloadService(...) as service`")
         if self._closing is not None:
             raise ClosedError("the service is closed")
+        self._check_thread()
+
+    def _check_thread(self) -> None:
+        if not self._entered:
+            raise UsageError("the service was not entered: use `async with OffloadService(...) as service`")
+        self.engine.check()
 
     # ---- requests
 
@@ -200,18 +181,18 @@ class OffloadService:
         """Stop a request in any state: waiting calls end with reason `"aborted"`. False for an unknown id."""
         self.check_open()
         known = self.engine.abort(request_id)
-        for request in self._open_requests:
-            if request.id == request_id:
-                request.interrupt()
+        request = self._open.get(request_id)
+        if request is not None:
+            request.interrupt()
         return known
 
     def add(self, request: OffloadRequest) -> None:
         """Note an entered request, so that closing ends it."""
-        self._open_requests.add(request)
+        self._open[request.id] = request
 
     def remove(self, request: OffloadRequest) -> None:
         """Forget a request that has left."""
-        self._open_requests.discard(request)
+        self._open.pop(request.id, None)
 
     # ---- the engine's rhythm
 
@@ -219,16 +200,13 @@ class OffloadService:
         try:
             self.engine.poll()
         except KVOffloadError as error:
-            self.engine.break_down("the completion bridge failed", error)
+            if self.engine.closed:
+                return
+            self.engine.break_down("polling the engine failed", error)
         self._after_poll()
 
     def _after_poll(self) -> None:
-        if self._room_waiters:
-            self._wake_room_waiters()
-        if self._idle_waiters and self.engine.idle:
-            waiters, self._idle_waiters = self._idle_waiters, []
-            for future in waiters:
-                self.resolver.resolve(future, True)
+        self.room.next()
         self.arm_timer()
 
     def submitted(self) -> None:
@@ -259,64 +237,6 @@ class OffloadService:
         self._timer = None
         self._on_readable()
 
-    def _wake_room_waiters(self, *, everyone: bool = False) -> None:
-        while self._room_waiters:
-            self.resolver.resolve(self._room_waiters.popleft(), True)
-            if not everyone:
-                return
-
-    async def wait_room(self, seconds: float, interrupts: set[asyncio.Future[object]], *, first: bool) -> bool:
-        """Wait in line for a load's turn; False when `seconds` passed or the wait was interrupted.
-
-        Args:
-            seconds: Longest wait.
-            interrupts: The future is put here while waiting; resolving it with False ends the wait.
-            first: Stand at the head of the line: the caller had its turn, but there was no room yet.
-        """
-        future: asyncio.Future[object] = self.loop.create_future()
-        timer = self.loop.call_later(max(0.0, seconds), give_up, future)
-        if first:
-            self._room_waiters.appendleft(future)
-        else:
-            self._room_waiters.append(future)
-        interrupts.add(future)
-        try:
-            return bool(await future)
-        except asyncio.CancelledError:
-            if future not in self._room_waiters:  # it was given its turn and cannot use it
-                self._wake_room_waiters()
-            raise
-        finally:
-            timer.cancel()
-            interrupts.discard(future)
-            if future in self._room_waiters:
-                self._room_waiters.remove(future)
-
-    def load_started(self) -> None:
-        """A load was submitted: watch its deadline, and let the next in line see whether there is room."""
-        self.arm_timer()
-        if self._room_waiters:
-            self._wake_room_waiters()
-
-    @property
-    def room_queue(self) -> int:
-        """Loads that wait for their turn."""
-        return len(self._room_waiters)
-
-    async def _wait_idle(self, timeout: float | None) -> bool:
-        future: asyncio.Future[object] = self.loop.create_future()
-        self._idle_waiters.append(future)
-        timer = None
-        if timeout is not None:
-            timer = self.loop.call_later(max(0.0, timeout), give_up, future)
-        try:
-            return bool(await future)
-        finally:
-            if timer is not None:
-                timer.cancel()
-            if future in self._idle_waiters:
-                self._idle_waiters.remove(future)
-
     # ---- the cache as a whole
 
     async def reset_cache(self) -> int:
@@ -325,11 +245,12 @@ class OffloadService:
         return self.engine.reset_cache()
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Wait until no copy runs and no store waits; False when `timeout` seconds passed first."""
+        """Wait until every copy and store that is on its way now has ended; False when `timeout` seconds passed first.
+
+        Work that arrives meanwhile is not waited for.
+        """
         self.check_open()
-        if self.engine.idle:
-            return True
-        return await self._wait_idle(timeout)
+        return await wait_released(self.resolver, self.engine.unreleased_jobs(), timeout)
 
     @property
     def enabled(self) -> bool:
@@ -353,8 +274,6 @@ class OffloadService:
 
     def health(self) -> Health:
         """Return whether hits are served, and what is degraded."""
-        if self._loop is None:
-            return Health(ok=False, reason="not started")
         if self._closing is not None:
             return Health(ok=False, reason="closed")
         return self.engine.health()
@@ -362,9 +281,3 @@ class OffloadService:
     def stats(self) -> Stats:
         """Return counters and occupancy."""
         return self.engine.stats()
-
-
-def _note_undrained(closing: asyncio.Task[None]) -> None:
-    """Log how closing ended, also where nobody waits for it any more."""
-    if not closing.cancelled() and (error := closing.exception()) is not None:
-        logger.error("closing ended with: %s", error)

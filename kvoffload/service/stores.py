@@ -16,8 +16,9 @@ from kvoffload.service.board import TransferBoard
 from kvoffload.service.core import Core, RequestState
 from kvoffload.service.geometry import Tables
 from kvoffload.service.jobs import Job, JobState, StoreOffer, Transfer
+from kvoffload.service.merging import all_ready, check_ready, merge
 from kvoffload.service.results import StoreReason, StoreResult
-from kvoffload.transfer.base import HOST_VISIBLE, AllReady, Ready, TransferResult
+from kvoffload.transfer.base import Ready, TransferResult
 
 
 class StoreDesk:
@@ -122,7 +123,8 @@ class StoreDesk:
             rest = [count - some for count, some in zip(counts, tried, strict=True)]
             core.history.note(self._keys(request, left, rest), "rejected", core.clock())
         if out is None:
-            return self._answer(job, StoreResult(rejected=offered, reason="no_space"))
+            why: StoreReason = "no_space" if core.fault is None else "unhealthy"
+            return self._answer(job, StoreResult(rejected=offered, reason=why, error=core.fault))
         return self._reserve(request, job, tables, starts, tried, out, offered - tried_blocks, ready)
 
     def _refusal(self, request: RequestState, counts: Sequence[int]) -> StoreReason | None:
@@ -133,7 +135,7 @@ class StoreDesk:
             return "disabled"
         if core.stores_paused:
             return "paused"
-        if request.aborted:
+        if request.over:
             return "aborted"
         if self._board.num_running("store") >= self._max_inflight_jobs:
             return "backpressure"
@@ -154,7 +156,7 @@ class StoreDesk:
     ) -> tuple[PrepareStoreOutput | None, list[int]]:
         """Reserve the whole offer, or, where there is no room, the longest of its halved prefixes that fits."""
         tried = list(counts)
-        while any(tried):
+        while any(tried) and self._core.fault is None:
             out = self._core.manager.prepare_store(self._keys(request, starts, tried), request.context)
             if out is not None:
                 return out, tried
@@ -260,23 +262,34 @@ class StoreDesk:
         offers = list(self._queue.values())
         self._queue.clear()
         self._queued_bytes = 0
-        core = self._core
         for offer in offers:
             offer.job.move(JobState.RUNNING)
-        spec, cpu_ids = _merge(offers)
+        refused = self._submit(offers)
+        if refused is None:
+            return
+        for offer in offers:  # one offer that no handler takes must not fail the others of its tick
+            error = self._submit([offer]) if len(offers) > 1 else refused
+            if error is not None:
+                self._close(offer.job, success=False, reason="copy_failed", error=error)
+
+    def _submit(self, offers: Sequence[StoreOffer]) -> BaseException | None:
+        """Hand offers to the handler as one transfer; return why it was refused, or None."""
+        spec, cpu_ids = merge(offers)
         jobs = [offer.job for offer in offers]
-        transfer = Transfer(
-            int(core.new_id()),
-            "store",
-            (spec, CPULoadStoreSpec(cpu_ids)),
-            jobs,
-            _all_ready(offers),
-            sum(job.num_bytes for job in jobs),
+        num_bytes = sum(job.num_bytes for job in jobs)
+        sides = (spec, CPULoadStoreSpec(cpu_ids))
+        return self._board.submit(
+            Transfer(int(self._core.new_id()), "store", sides, jobs, all_ready(offers), num_bytes)
         )
-        refused = self._board.submit(transfer)
-        if refused is not None:
-            for job in jobs:
-                self._close(job, success=False, reason="copy_failed", error=refused)
+
+    def queued_jobs(self) -> list[Job]:
+        """Return the jobs whose offers wait for the end of the tick."""
+        return [offer.job for offer in self._queue.values()]
+
+    def drop_all_queued(self, reason: StoreReason) -> None:
+        """Take back every offer that was not submitted."""
+        for offer in list(self._queue.values()):
+            self.drop_queued(offer.job, reason)
 
     def drop_queued(self, job: Job, reason: StoreReason) -> None:
         """Take back an offer that was not submitted."""
@@ -285,8 +298,7 @@ class StoreDesk:
             return
         core = self._core
         self._queued_bytes -= job.num_bytes
-        if job.ticket is not None:
-            core.manager.abandon(job.ticket)
+        core.manager.abandon(job.ticket)
         core.history.note(job.keys, "rejected", core.clock())
         core.forget_writing(job)
         verdict = job.verdict or StoreResult()
@@ -311,7 +323,8 @@ class StoreDesk:
     def _close(self, job: Job, *, success: bool, reason: StoreReason, error: BaseException | None) -> None:
         core = self._core
         core.forget_writing(job)
-        core.manager.complete_store(job.keys, success, job.context, ticket=job.ticket)
+        if not core.manager.complete_store(job.keys, success, job.context, ticket=job.ticket) and success:
+            success, reason, error = False, "unhealthy", core.fault
         core.flush_events(job.infos)
         verdict = job.verdict or StoreResult()
         if success and job.generation == core.generation:
@@ -332,8 +345,7 @@ class StoreDesk:
         """Answer a job whose copy has not ended: its keys go, its memory and GPU blocks stay held until it does."""
         core = self._core
         core.forget_writing(job)
-        if job.ticket is not None:
-            core.manager.abandon(job.ticket, copy_running=True, hung=reason == "deadline")
+        core.manager.abandon(job.ticket, copy_running=True, hung=reason == "deadline")
         core.history.note(job.keys, "failed", core.clock())
         verdict = job.verdict or StoreResult()
         job.move(JobState.HUNG)
@@ -344,48 +356,3 @@ class StoreDesk:
     def _release(self, job: Job) -> None:
         job.move(JobState.DONE)
         self._core.book.unhold(job.gpu_blocks)
-
-
-def check_ready(ready: Ready) -> None:
-    """Refuse what cannot say when bytes are ready.
-
-    Raises:
-        UsageError: Neither `"host-visible"` nor an event with `wait` (host) or `synchronize` (CUDA).
-    """
-    if isinstance(ready, str):
-        known = ready == HOST_VISIBLE
-    else:
-        known = callable(getattr(ready, "wait", None)) or callable(getattr(ready, "synchronize", None))
-    if not known:
-        raise UsageError(f'ready must be "host-visible" or an event recorded after the last write, got {ready!r}')
-
-
-def _merge(offers: Sequence[StoreOffer]) -> tuple[GPULoadStoreSpec, list[int]]:
-    """Return the GPU and CPU blocks of several offers, group after group."""
-    if len(offers) == 1:
-        return offers[0].gpu, [block for part in offers[0].cpu_block_ids for block in part]
-    ids: list[int] = []
-    cpu: list[int] = []
-    sizes, indices = [], []
-    for group_idx in range(len(offers[0].gpu.group_sizes)):
-        size = 0
-        for offer in offers:
-            begin = sum(offer.gpu.group_sizes[:group_idx])
-            count = offer.gpu.group_sizes[group_idx]
-            ids += offer.gpu.block_ids[begin : begin + count].tolist()
-            cpu += offer.cpu_block_ids[group_idx]
-            size += count
-        sizes.append(size)
-        indices.append(0)
-    return GPULoadStoreSpec(ids, sizes, indices), cpu
-
-
-def _all_ready(offers: Sequence[StoreOffer]) -> Ready:
-    """Return what a merged transfer waits for."""
-    events: list[Ready] = []
-    for offer in offers:
-        if not isinstance(offer.ready, str) and not any(offer.ready is event for event in events):
-            events.append(offer.ready)
-    if not events:
-        return HOST_VISIBLE
-    return events[0] if len(events) == 1 else AllReady(events)

@@ -51,7 +51,7 @@ def test_unfinished_jobs_keep_their_blocks_busy_until_the_copy_has_ended():
     ("call", "message"),
     [
         (lambda e: e.match("nobody"), "nobody"),
-        (lambda e: e.begin("a", e._requests["a"].chain), "begun already"),
+        (lambda e: e.begin("a", e.state("a").chain), "begun already"),
         (lambda e: e.begin("", None), "req_id"),
         (lambda e: e.submit_load("a", _spec([99])), r"\[0, 64\)"),
         (lambda e: e.submit_load("a", kv.GPULoadStoreSpec([1, 2], [1, 1], [0, 0])), "2 groups"),

@@ -1,0 +1,291 @@
+"""The life of an engine: its parts are built, polled, and closed so that no copy outlives its memory unnoticed.
+
+Closing has steps, so that an event loop can run the slow ones in a thread and still call back on its own: refuse and
+take back (`begin_close`), wait for copies, stop the handlers (slow), book what that ended (`settle_close`), drop the
+cache (slow), and say what could not be closed in order.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from kvoffload.config import OffloadConfig
+from kvoffload.errors import ClosedError, TransferError, UndrainedCopies, UsageError
+from kvoffload.manager.base import EventSink, MetricsSink
+from kvoffload.memory.canonical import CanonicalKVCaches
+from kvoffload.service.board import TransferBoard
+from kvoffload.service.bridge import CompletionBridge
+from kvoffload.service.core import Core
+from kvoffload.service.geometry import BlockGeometry
+from kvoffload.service.leases import LeaseDesk
+from kvoffload.service.loads import LoadDesk
+from kvoffload.service.results import Stats
+from kvoffload.service.roster import Roster
+from kvoffload.service.settling import FAULT_POLL_SECONDS, Settler
+from kvoffload.service.stores import StoreDesk
+from kvoffload.spec.base import KVCacheConfig, OffloadingSpec
+from kvoffload.spec.factory import OffloadingSpecFactory
+from kvoffload.transfer.worker import OffloadingWorker
+
+_undrained: list[object] = []
+"""What copies that outlived their engine still use; it stays alive, and mapped, on purpose."""
+
+
+class EngineLife(ABC):
+    """Starts, owns, polls and closes the parts of an `OffloadEngine`.
+
+    Attributes:
+        loads: Starts loads.
+        stores: Reserves and submits stores.
+        leases: Pins prefixes.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        kv_caches: CanonicalKVCaches,
+        *,
+        spec: OffloadingSpec | None = None,
+        events: EventSink | None = None,
+        metrics: MetricsSink | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.kv_caches = kv_caches
+        self.spec = (
+            spec
+            if spec is not None
+            else OffloadingSpecFactory.create_spec(config, KVCacheConfig.from_canonical(kv_caches, config))
+        )
+        self.geometry = BlockGeometry.of(config, kv_caches)
+        self._events, self._metrics, self._clock = events, metrics, clock
+        self._owner: int | None = None
+        self._pid = os.getpid()
+        self._closed = False
+        self._started = False
+        self._stop_lock = threading.Lock()
+        self._stop_error: BaseException | None = None
+        self._undrained: UndrainedCopies | None = None
+        self._last_stats: Stats | None = None
+
+    # ---- life
+
+    def start(self) -> None:
+        """Allocate host memory and start the handlers; may take seconds per 10 GiB. Any thread.
+
+        Raises:
+            NoSpaceError: Host memory is too small; nothing is left behind.
+        """
+        if self._started:
+            raise UsageError("the engine was started before")
+        manager = self.spec.get_manager()
+        self.bridge = CompletionBridge()
+        worker = OffloadingWorker()
+        try:
+            for src_cls, dst_cls, handler in self.spec.get_handlers(self.kv_caches):
+                worker.register_handler(src_cls, dst_cls, handler)
+        except BaseException:
+            worker.shutdown()
+            self.spec.shutdown()
+            self.bridge.close()
+            raise
+        worker.set_notify(self.bridge.notify)
+        config = self.config
+        core = self._core = Core(
+            manager,
+            self.geometry,
+            capacity=manager.stats().capacity,
+            events=self._events,
+            metrics=self._metrics,
+            clock=self._clock,
+            ring=self.bridge.notify,
+        )
+        core.enabled = config.enabled
+        self._roster = Roster(core)
+        self._settler = Settler(core)
+        deadlines = {"load": config.load_deadline_seconds, "store": config.store_deadline_seconds}
+        board = self._board = TransferBoard(
+            worker,
+            deadlines,  # type: ignore[arg-type]  # literal keys
+            self._clock,
+            self._settler.ended,
+            self._settler.hung,
+        )
+        self.loads = LoadDesk(core, board, config.max_inflight_load_bytes, config.max_inflight_jobs)
+        self.stores = StoreDesk(
+            core, board, self.loads.first_use, config.max_inflight_store_bytes, config.max_inflight_jobs
+        )
+        self.leases = LeaseDesk(core, config.lease_seconds)
+        self._settler.attach(board, self.loads, self.stores)
+        self._started = True
+
+    def adopt(self) -> None:
+        """Make the calling thread the owner."""
+        self._owner = threading.get_ident()
+
+    def __enter__(self) -> Self:
+        self.start()
+        self.adopt()
+        return self
+
+    def __exit__(self, et: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.close(self.config.drain_seconds)
+
+    def check(self) -> None:
+        """Refuse use after close, from another thread, or after fork.
+
+        Raises:
+            ClosedError: The engine is closed.
+            UsageError: Not started, another thread, or another process than the owner.
+        """
+        if self._closed:
+            raise ClosedError("the engine is closed")
+        if self._owner != threading.get_ident() or self._pid != os.getpid():
+            self._complain()
+
+    def _complain(self) -> None:
+        if not self._started:
+            raise UsageError("the engine was not started: use `with OffloadEngine(...)` or call start() and adopt()")
+        if self._pid != os.getpid():
+            raise UsageError(f"the engine belongs to process {self._pid}; it cannot be used after fork ({os.getpid()})")
+        raise UsageError(f"the engine belongs to thread {self._owner}, not to {threading.get_ident()}")
+
+    @property
+    def is_foreign_process(self) -> bool:
+        """This process is a fork of the engine's."""
+        return self._pid != os.getpid()
+
+    @property
+    def owned_here(self) -> bool:
+        """The calling thread is the owner."""
+        return self._owner == threading.get_ident() and self._pid == os.getpid()
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Refuse new work, let running copies end, release everything. Idempotent.
+
+        Raises:
+            UndrainedCopies: Copies still run after `timeout` seconds: their memory stays mapped on purpose, everything
+                else was released.
+            TransferError: A handler failed to shut down; everything was released all the same.
+        """
+        if self._closed or not self._started:
+            self._closed = True
+            return
+        self.check()
+        self.begin_close()
+        deadline = time.monotonic() + timeout
+        while not self._board.idle and (left := deadline - time.monotonic()) > 0:
+            self._sleep_until_news(left)
+            self._poll()
+        self.finish_close()
+
+    def finish_close(self) -> None:
+        """All that follows `begin_close` and the wait for copies, in one call; blocks while threads end."""
+        self.stop_handlers()
+        self.settle_close()
+        self.drop_cache()
+        self.raise_unclean()
+
+    @abstractmethod
+    def begin_close(self) -> None:
+        """Refuse new work, take queued offers back, end requests and leases."""
+
+    @abstractmethod
+    def stats(self) -> Stats:
+        """Return counters and occupancy."""
+
+    def stop_handlers(self) -> None:
+        """End the handlers' threads: copies that have not started fail, one that runs is left to run. Any thread."""
+        with self._stop_lock:
+            try:
+                self._board.worker.shutdown(0.0 if self._board.unended() else 5.0)
+            except TransferError as error:
+                self._stop_error = error
+
+    def settle_close(self) -> None:
+        """Book what `stop_handlers` ended and answer what still runs; then the engine is closed."""
+        if self._closed:
+            return
+        self._poll()
+        self._settler.answer_running("aborted", None)
+        unended = self._board.unended_jobs()
+        if unended:
+            jobs = [job.id for job in unended]
+            blocks = sorted({block for job in unended for block in job.gpu_blocks})
+            self._undrained = UndrainedCopies(
+                f"copies of jobs {jobs} still run; host memory stays mapped, GPU blocks {blocks} must not be reused",
+                jobs=jobs,
+            )
+            _undrained.append((self.spec, self.kv_caches, self._board.worker))
+        self._last_stats = self.stats()
+        self._closed = True
+
+    def drop_cache(self) -> None:
+        """Announce the removal of all that was held, and let go of the manager and the bridge. Any thread."""
+        with self._stop_lock:
+            core = self._core
+            core.manager.reset_cache()
+            core.flush_events(cause="reset")
+            if self._undrained is None:
+                self.spec.shutdown()
+                core.manager.shutdown()
+            self.bridge.close()
+
+    def raise_unclean(self) -> None:
+        """Say what could not be closed in order.
+
+        Raises:
+            UndrainedCopies: Copies still run.
+            TransferError: A handler failed to shut down.
+        """
+        if self._undrained is not None:
+            raise self._undrained from self._stop_error
+        if self._stop_error is not None:
+            raise self._stop_error
+
+    @property
+    def closed(self) -> bool:
+        """Nothing can be called any more."""
+        return self._closed
+
+    # ---- the rhythm
+
+    def _poll(self) -> None:
+        try:
+            self.bridge.consume()
+            self._board.poll()
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises makes the service unhealthy
+            self._core.fail("polling the handlers failed", error)
+        self.leases.expire()
+        self._settler.settle_fault()
+
+    def break_down(self, reason: str, error: BaseException) -> None:
+        """Become unhealthy: waiting calls end with `error`, new ones miss; running copies keep their blocks."""
+        self._core.fail(reason, error)
+        self._settler.settle_fault()
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable when `poll` has something to take."""
+        return self.bridge.fileno()
+
+    def _sleep_until_news(self, seconds: float) -> None:
+        upcoming = self.next_deadline()
+        if upcoming is not None:
+            seconds = min(seconds, max(0.0, upcoming - self._clock()))
+        poller = select.poll()
+        poller.register(self.fileno(), select.POLLIN)
+        poller.poll(min(seconds, 1.0) * 1000)
+
+    def next_deadline(self) -> float | None:
+        """Return when `poll` should be called even if nothing finished, on the engine's clock; None: never."""
+        times = [time for time in (self._board.next_deadline(), self.leases.next_deadline()) if time is not None]
+        if self._core.fault is not None and not self._board.idle:
+            times.append(self._clock() + FAULT_POLL_SECONDS)
+        return min(times, default=None)

@@ -1,0 +1,55 @@
+"""How the stores of one tick become one transfer: their blocks, group after group, and what it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvoffload.errors import UsageError
+from kvoffload.manager.specs import GPULoadStoreSpec
+from kvoffload.service.jobs import StoreOffer
+from kvoffload.transfer.base import HOST_VISIBLE, AllReady, Ready
+
+
+def check_ready(ready: Ready) -> None:
+    """Refuse what cannot say when bytes are ready.
+
+    Raises:
+        UsageError: Neither `"host-visible"` nor an event with `wait` (host) or `synchronize` (CUDA).
+    """
+    if isinstance(ready, str):
+        known = ready == HOST_VISIBLE
+    else:
+        known = callable(getattr(ready, "wait", None)) or callable(getattr(ready, "synchronize", None))
+    if not known:
+        raise UsageError(f'ready must be "host-visible" or an event recorded after the last write, got {ready!r}')
+
+
+def merge(offers: Sequence[StoreOffer]) -> tuple[GPULoadStoreSpec, list[int]]:
+    """Return the GPU and CPU blocks of several offers, group after group."""
+    if len(offers) == 1:
+        return offers[0].gpu, [block for part in offers[0].cpu_block_ids for block in part]
+    ids: list[int] = []
+    cpu: list[int] = []
+    sizes, indices = [], []
+    for group_idx in range(len(offers[0].gpu.group_sizes)):
+        size = 0
+        for offer in offers:
+            begin = sum(offer.gpu.group_sizes[:group_idx])
+            count = offer.gpu.group_sizes[group_idx]
+            ids += offer.gpu.block_ids[begin : begin + count].tolist()
+            cpu += offer.cpu_block_ids[group_idx]
+            size += count
+        sizes.append(size)
+        indices.append(0)
+    return GPULoadStoreSpec(ids, sizes, indices), cpu
+
+
+def all_ready(offers: Sequence[StoreOffer]) -> Ready:
+    """Return what a merged transfer waits for."""
+    events: list[Ready] = []
+    for offer in offers:
+        if not isinstance(offer.ready, str) and not any(offer.ready is event for event in events):
+            events.append(offer.ready)
+    if not events:
+        return HOST_VISIBLE
+    return events[0] if len(events) == 1 else AllReady(events)

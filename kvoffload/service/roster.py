@@ -1,0 +1,103 @@
+"""The requests of an engine: who has begun, who has ended, and the chains of those that ended last."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvoffload.errors import UsageError
+from kvoffload.keys import BlockChain, OffloadKey
+from kvoffload.manager.base import ReqContext, RequestOutcome
+from kvoffload.service.core import Core, RequestState
+
+RECENT_REQUESTS = 256
+RECENT_KEYS = 1 << 17
+
+
+class Roster:
+    """Open requests by id, and the keys of recent ones for `explain` (bounded by requests and by keys)."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._open: dict[str, RequestState] = {}
+        self._recent: OrderedDict[str, Sequence[Sequence[OffloadKey]]] = OrderedDict()
+        self._recent_keys = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def ids(self) -> list[str]:
+        """Ids of the open requests."""
+        return list(self._open)
+
+    def begin(self, context: ReqContext, chain: BlockChain) -> RequestState:
+        """Register a request.
+
+        Raises:
+            UsageError: No id, an id in use, or a chain that was not cut for this model.
+        """
+        if not context.req_id:
+            raise UsageError("a request needs a req_id")
+        if context.req_id in self._open:
+            raise UsageError(f"request {context.req_id!r} has begun already")
+        groups = self._core.geometry.groups
+        if chain.groups != groups:
+            raise UsageError(f"the chain was cut for {chain.groups}, the model has {groups}")
+        req_id, now = context.req_id, self._core.clock()
+        if context.started_seconds is None:
+            context = replace(context, started_seconds=now)
+        state = self._open[req_id] = RequestState(context, chain, [0] * len(chain.groups), now)
+        return state
+
+    def find(self, request_id: str) -> RequestState | None:
+        """Return an open request's state."""
+        return self._open.get(request_id)
+
+    def get(self, request_id: str) -> RequestState:
+        """Return an open request's state.
+
+        Raises:
+            UsageError: It has not begun or has finished.
+        """
+        request = self._open.get(request_id)
+        if request is None:
+            raise UsageError(f"request {request_id!r} has not begun or has finished")
+        return request
+
+    def finish(self, request: RequestState) -> None:
+        """Forget an open request, and tell the manager how it ended."""
+        core = self._core
+        request_id = request.context.req_id or ""
+        del self._open[request_id]
+        request.finished = True
+        per_group = [tuple(request.chain.keys(group_idx)) for group_idx in range(len(core.geometry.groups))]
+        outcome = request.outcome or RequestOutcome()
+        if outcome.now_seconds is None:
+            outcome = replace(outcome, now_seconds=core.clock())
+        core.manager.finish_request(request.context, outcome, [key for keys in per_group for key in keys])
+        core.flush_events()
+        self._remember(request_id, per_group)
+
+    def _remember(self, request_id: str, per_group: Sequence[Sequence[OffloadKey]]) -> None:
+        recent = self._recent
+        self._recent_keys += sum(map(len, per_group)) - sum(map(len, recent.pop(request_id, ())))
+        recent[request_id] = per_group
+        while len(recent) > RECENT_REQUESTS or (self._recent_keys > RECENT_KEYS and len(recent) > 1):
+            _, dropped = recent.popitem(last=False)
+            self._recent_keys -= sum(map(len, dropped))
+
+    def keys(self, request_id: str) -> Sequence[Sequence[OffloadKey]]:
+        """Return the keys per group of an open or recent request.
+
+        Raises:
+            UsageError: It is neither.
+        """
+        request = self._open.get(request_id)
+        if request is not None:
+            return [request.chain.keys(group_idx) for group_idx in range(len(self._core.geometry.groups))]
+        recent = self._recent.get(request_id)
+        if recent is None:
+            raise UsageError(f"request {request_id!r} is not known (the last {RECENT_REQUESTS} are)")
+        return recent
