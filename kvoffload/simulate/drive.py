@@ -19,9 +19,9 @@ from typing import TypeVar
 
 from kvoffload.config import OffloadConfig
 from kvoffload.memory.canonical import CanonicalKVCaches
-from kvoffload.service.request import StoreJob
 from kvoffload.service.results import LoadOutcome, Stats, StoreResult
 from kvoffload.service.service import OffloadService
+from kvoffload.service.store_job import StoreJob
 from kvoffload.simulate.gpu_cache import GpuPrefixCache, GpuTable
 from kvoffload.simulate.gpu_memory import SimulatedGpu
 from kvoffload.simulate.workload import Workload, WorkloadRequest, WorkloadSize
