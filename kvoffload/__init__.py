@@ -50,6 +50,7 @@ _PUBLIC: dict[str, str] = {
     "CanonicalKVCacheTensor": "kvoffload.memory.canonical",
     "CanonicalKVCacheRef": "kvoffload.memory.canonical",
     "CanonicalKVCaches": "kvoffload.memory.canonical",
+    "SharedOffloadRegion": "kvoffload.memory.region",
     "OffloadingHandler": "kvoffload.transfer.base",
     "TransferResult": "kvoffload.transfer.base",
     "TransferSpec": "kvoffload.transfer.base",

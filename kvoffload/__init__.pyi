@@ -39,6 +39,7 @@ from kvoffload.manager.specs import LoadStoreSpec as LoadStoreSpec
 from kvoffload.memory.canonical import CanonicalKVCacheRef as CanonicalKVCacheRef
 from kvoffload.memory.canonical import CanonicalKVCaches as CanonicalKVCaches
 from kvoffload.memory.canonical import CanonicalKVCacheTensor as CanonicalKVCacheTensor
+from kvoffload.memory.region import SharedOffloadRegion as SharedOffloadRegion
 from kvoffload.service.engine import OffloadEngine as OffloadEngine
 from kvoffload.service.request import OffloadRequest as OffloadRequest
 from kvoffload.service.results import Health as Health

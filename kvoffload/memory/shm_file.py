@@ -113,16 +113,23 @@ def join_or_create(
         LayoutError: Live processes share a file of another size under this name.
         UsageError: A live process holds that rank.
         ClosedError: Another process kept the lock longer than `timeout` seconds.
+        UnsupportedError: The directory cannot be used, or another user's file has that name.
     """
-    with _only_one(path.with_suffix(_LOCK_SUFFIX), timeout):
-        shared = _join(path, size_bytes) or _create(path, size_bytes, system, progress)
-        try:
-            if rank is not None:
-                shared.claim_rank(rank, num_ranks, keep_name=keep_name)
-        except BaseException:
-            shared.close()
-            raise
-        return shared
+    try:
+        with _only_one(path.with_suffix(_LOCK_SUFFIX), timeout):
+            shared = _join(path, size_bytes) or _create(path, size_bytes, system, progress)
+            try:
+                if rank is not None:
+                    shared.claim_rank(rank, num_ranks, keep_name=keep_name)
+            except BaseException:
+                shared.close()
+                raise
+            return shared
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            message = f"{path}: {size_bytes} bytes needed: {error}"
+            raise NoSpaceError(message, requested_bytes=size_bytes, available_bytes=0) from error
+        raise UnsupportedError(f"{path} cannot be shared: {error}") from error
 
 
 def _join(path: Path, size_bytes: int) -> SharedFile | None:

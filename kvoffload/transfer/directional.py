@@ -73,7 +73,7 @@ class SingleDirectionOffloadingHandler(OffloadingHandler):
         this = weakref.ref(self)
         name = "kvoffload-store" if gpu_to_cpu else "kvoffload-load"
         self._stream = make_stream(name, lambda: _notify(this()))
-        weakref.finalize(self, self._stream.close)
+        weakref.finalize(self, self._stream.close).atexit = False
 
     def transfer_async(self, job_id: int, spec: TransferSpec, ready: Ready = HOST_VISIBLE) -> bool:
         """Check, plan and queue one transfer; see `OffloadingHandler`."""
@@ -214,10 +214,11 @@ class CpuGpuOffloadingHandlers:
 
         Host memory allocated here is unmapped when the last copy that uses it has ended.
         """
+        deadline = time.monotonic() + timeout
         try:
             self.gpu_to_cpu_handler.shutdown(timeout)
         finally:
-            self.cpu_to_gpu_handler.shutdown(timeout)
+            self.cpu_to_gpu_handler.shutdown(max(0.0, deadline - time.monotonic()))
         if self._backend is not None and not self.pending_jobs():
             self._backend.close()
             self._backend = None

@@ -7,6 +7,7 @@ microseconds; the thread lets go of the GIL while bytes move (see `host_copy`).
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -84,6 +85,7 @@ class HostStream:
         self._queue: deque[HostEvent] = deque()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._pid = os.getpid()
         self._abandon = threading.Event()
 
     def submit(self, plan: CopyPlan, ready: Ready, after: CopyEvent | None) -> HostEvent:
@@ -102,6 +104,8 @@ class HostStream:
 
     def close(self) -> None:
         """Take no more copies; the thread ends after the queued ones."""
+        if os.getpid() != self._pid:  # a fork has no thread to close, and may have inherited a held lock
+            return
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -293,6 +293,12 @@ def test_file_system_without_unnamed_files_is_unsupported(make, monkeypatch):
         make(0)
 
 
+def test_directory_that_cannot_be_used_is_unsupported(tmp_path):
+    nowhere = preflight.SystemPaths(shm=tmp_path / "nowhere")
+    with pytest.raises(UnsupportedError, match=r"kvoffload_one\.mmap cannot be shared"):
+        SharedOffloadRegion("one", 800, 4, 0, 2, 100, system=nowhere)
+
+
 # ---- cleanup
 
 
