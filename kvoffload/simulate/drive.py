@@ -28,6 +28,7 @@ from kvoffload.simulate.workload import Workload, WorkloadRequest, WorkloadSize
 
 _SHM = Path("/dev/shm")  # noqa: S108 - where regions live, not a temporary file
 _DRAIN_SECONDS = 30.0
+_SCRATCH_BYTES = 1 << 30
 T = TypeVar("T")
 Work = Callable[[Sequence[int], Sequence[bytes]], T]
 
@@ -175,8 +176,8 @@ class _Driver:
         progress: Callable[[], None],
     ) -> None:
         self.workload, self.config, self.options, self.progress = workload, config, options, progress
-        scratch = measured.largest_request * min(max(options.concurrency, 2), 4)
-        pool = max(options.gpu_blocks, measured.largest_request) if options.gpu_blocks else scratch
+        scratch = min(measured.largest_request * min(options.concurrency, 4), _SCRATCH_BYTES // options.block_bytes)
+        pool = max(measured.largest_request, options.gpu_blocks or scratch)
         self.cache = GpuPrefixCache(pool, reuse=options.gpu_blocks > 0)
         self.gpu = SimulatedGpu(pool, options.block_bytes)
         self.device = ThreadPoolExecutor(1, thread_name_prefix="simulated-gpu")

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.errors import ConfigError
+from kvoffload.memory.preflight import check_memory
 
 Words = npt.NDArray[np.int64]
 
@@ -30,11 +31,13 @@ class SimulatedGpu:
 
     Raises:
         ConfigError: `block_bytes` is no multiple of 8.
+        NoSpaceError: The machine has less memory.
     """
 
     def __init__(self, num_blocks: int, block_bytes: int, *, seed: int = 0) -> None:
         if block_bytes < 8 or block_bytes % 8:
             raise ConfigError(f"the bytes of a block must be a multiple of 8, got {block_bytes}")
+        check_memory(num_blocks * block_bytes, f"the simulated GPU of {num_blocks} blocks of {block_bytes} bytes")
         num_layers = 2 if block_bytes % 16 == 0 else 1
         words = block_bytes // 8 // num_layers
         rng = np.random.default_rng(seed)

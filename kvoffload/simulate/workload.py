@@ -89,13 +89,13 @@ class Workload(Iterable[WorkloadRequest]):
     def measure(self) -> WorkloadSize:
         """Read everything once: sizes the run, and finds every bad line before it begins."""
         requests = requested = largest = 0
-        unique: set[tuple[int, int]] = set()
+        unique: list[set[int]] = [set() for _ in self._readers] or [set()]
         for source, request in itertools.islice(self._raw(), self._limit):
             requests += 1
             ids = dict.fromkeys(request.hash_ids)
             requested += len(ids)
             largest = max(largest, len(ids))
-            unique.update((source, block) for block in ids)
+            unique[source].update(ids)
         if not requests:
             raise TraceError(f"{self.name}: no requests")
         sizes = {reader.block_tokens for reader in self._readers}
@@ -104,7 +104,7 @@ class Workload(Iterable[WorkloadRequest]):
         if sizes:
             self.block_tokens = sizes.pop()
         bad = sum(reader.bad_lines for reader in self._readers)
-        return WorkloadSize(requests, requested, len(unique), largest, bad)
+        return WorkloadSize(requests, requested, sum(map(len, unique)), largest, bad)
 
     def first_error(self) -> str | None:
         """Return what was wrong with the first line that was skipped."""

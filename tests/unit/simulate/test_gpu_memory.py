@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, NoSpaceError
 from kvoffload.simulate.gpu_memory import SimulatedGpu
 
 NAMES = [b"first", b"second", b"third"]
@@ -44,3 +44,8 @@ def test_layers_share_a_block(block_bytes, layers):
 def test_blocks_are_whole_words(block_bytes):
     with pytest.raises(ConfigError, match="multiple of 8"):
         SimulatedGpu(1, block_bytes)
+
+
+def test_more_memory_than_the_machine_has_is_refused():
+    with pytest.raises(NoSpaceError, match="simulated GPU of 1099511627776 blocks"):
+        SimulatedGpu(1 << 40, 1 << 10)
