@@ -272,7 +272,7 @@ class EventSink(Protocol):
 class MetricsSink(Protocol):
     """Where the service counts. Names are those of the metric catalog without prefix and suffix; never raises."""
 
-    def count(self, name: str, amount: int = 1, label: str = "") -> None:
+    def count(self, name: str, amount: float = 1, label: str = "") -> None:
         """Add to a counter; `label` is the value of its one label, if it has one."""
 
     def observe(self, name: str, value: float, label: str = "") -> None:

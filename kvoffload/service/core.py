@@ -16,10 +16,12 @@ from kvoffload.manager.base import (
     ReqContext,
     RequestOutcome,
 )
+from kvoffload.metrics.recorder import MetricsRecorder
 from kvoffload.service.geometry import BlockGeometry
 from kvoffload.service.guard import GuardedManager, IsolatedEvents, IsolatedMetrics
 from kvoffload.service.history import KeyHistory
 from kvoffload.service.jobs import Job, Signal
+from kvoffload.service.last_use import LastUse
 from kvoffload.service.ownership import GPUBlockBook
 from kvoffload.service.results import PrefixMatch
 from kvoffload.transfer.base import JobId
@@ -40,7 +42,7 @@ class NullEvents:
 class NullMetrics:
     """A `MetricsSink` that nobody reads."""
 
-    def count(self, name: str, amount: int = 1, label: str = "") -> None:
+    def count(self, name: str, amount: float = 1, label: str = "") -> None:
         """Drop it."""
 
     def observe(self, name: str, value: float, label: str = "") -> None:
@@ -127,12 +129,13 @@ class Core:
         self.manager = GuardedManager(manager, self.fail)
         self.geometry = geometry
         self.capacity = capacity
-        self.metrics: MetricsSink = IsolatedMetrics(metrics) if metrics is not None else NullMetrics()
+        self.metrics = _isolated(metrics)
         self.events: EventSink = IsolatedEvents(events, self.metrics.count) if events is not None else NullEvents()
         self.clock = clock
         self.ring = ring
         self.book = GPUBlockBook()
         self.history = KeyHistory(2 * capacity)
+        self.last_use = LastUse(2 * capacity)
         self.writing: dict[OffloadKey, Job] = {}
         self.generation = 0
         self.fault: BaseException | None = None
@@ -172,6 +175,12 @@ class Core:
         for event in events:
             if event.removed:
                 self.history.note(event.keys, cause, now)
+                idle = self.last_use.gone(event.keys, now)
+                if cause == "evicted":
+                    for seconds in idle:
+                        self.metrics.observe("eviction_idle_seconds", seconds)
+            else:
+                self.last_use.used(event.keys, now)
         self.events.publish(events, infos or {})
 
     def forget_writing(self, job: Job) -> None:
@@ -206,3 +215,10 @@ class Core:
             except Exception:
                 self.metrics.count("callback_errors")
                 logger.exception("a callback of job %d raised", job.id)
+
+
+def _isolated(metrics: MetricsSink | None) -> MetricsSink:
+    """Return a sink that never raises; the recorder does not need to be wrapped."""
+    if metrics is None:
+        return NullMetrics()
+    return metrics if isinstance(metrics, MetricsRecorder) else IsolatedMetrics(metrics)

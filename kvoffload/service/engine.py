@@ -19,7 +19,7 @@ from kvoffload.service.jobs import Job, JobState
 from kvoffload.service.life import EngineLife
 from kvoffload.service.ownership import Free
 from kvoffload.service.reports import collect_stats, explain
-from kvoffload.service.results import BlockReport, Health, JobDone, PrefixMatch, Stats
+from kvoffload.service.results import BlockReport, Health, JobDone, LoadOutcome, LoadResult, PrefixMatch, Stats
 from kvoffload.transfer.base import HOST_VISIBLE, JobId, Ready
 
 
@@ -31,7 +31,7 @@ class OffloadEngine(EngineLife):
         kv_caches: The GPU side.
         spec: Manager and handlers to use instead of those that `config.spec_name` names.
         events: Where residency changes go.
-        metrics: Where counts go.
+        metrics: Where counts go, instead of a recorder of its own.
         clock: Monotonic seconds.
     """
 
@@ -120,6 +120,8 @@ class OffloadEngine(EngineLife):
         end = loads.plan(request, tables, first, max_tokens)
         loads.first_use(request)
         if end <= first or not loads.room(loads.size(first, end)):
+            reason = None if end <= first else "backpressure"
+            self.ledger.answered(LoadResult(LoadOutcome.MISS, reason=reason), 0.0)
             return None
         partial = end < loads.most(tables, first, max_tokens)
         return self._report(loads.start(request, tables, first, end, partial=partial, after=after))
@@ -169,6 +171,9 @@ class OffloadEngine(EngineLife):
         self.check()
         self._poll()
         reported, self._core.reported = self._core.reported, []
+        for job in reported:
+            if isinstance(job.result, LoadResult):
+                self.ledger.answered(job.result, job.result.queue_seconds + job.result.copy_seconds)
         return [JobDone(job.id, job.request_id, job.kind, job.result) for job in reported if job.result is not None]
 
     def wait(self, jobs: Collection[JobId], timeout: float) -> Sequence[JobDone]:

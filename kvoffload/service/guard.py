@@ -58,6 +58,10 @@ class GuardedManager:
             self._fail("the manager's match raised", error)
             return NOTHING
 
+    def held(self, keys: Collection[OffloadKey]) -> set[OffloadKey]:
+        """Return those of `keys` that are held; none when the manager raises."""
+        return self._call(set(), self._manager.held, keys)
+
     def lookup_prefix(self, keys: Sequence[OffloadKey], context: ReqContext) -> Match:
         """Return the held part of a prefix, counted; nothing when the manager raises."""
         return self._call(NOTHING, self._manager.lookup_prefix, keys, context)
@@ -160,7 +164,7 @@ class IsolatedMetrics:
         self._sink = sink
         self.errors = 0
 
-    def count(self, name: str, amount: int = 1, label: str = "") -> None:
+    def count(self, name: str, amount: float = 1, label: str = "") -> None:
         """Add to a counter."""
         try:
             self._sink.count(name, amount, label)

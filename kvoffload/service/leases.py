@@ -74,7 +74,7 @@ class LeaseDesk:
             lease = next(iter(self._open.values()))
             if lease.expires_seconds > now:
                 return
-            self._core.metrics.count("leases_expired")
+            self._core.metrics.count("expired_leases")
             self.close(lease, "expired")
 
     def next_deadline(self) -> float | None:

@@ -13,26 +13,34 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from kvoffload.config import OffloadConfig
 from kvoffload.errors import ClosedError, TransferError, UndrainedCopies, UsageError
 from kvoffload.manager.base import EventSink, MetricsSink
 from kvoffload.memory.canonical import CanonicalKVCaches
+from kvoffload.metrics.recorder import MetricsRecorder
+from kvoffload.metrics.snapshot import MetricsSnapshot
 from kvoffload.service.board import TransferBoard
 from kvoffload.service.bridge import CompletionBridge
 from kvoffload.service.core import Core
 from kvoffload.service.geometry import BlockGeometry
 from kvoffload.service.leases import LeaseDesk
+from kvoffload.service.ledger import LoadLedger
 from kvoffload.service.loads import LoadDesk
 from kvoffload.service.results import Stats
 from kvoffload.service.roster import Roster
 from kvoffload.service.settling import FAULT_POLL_SECONDS, Settler
 from kvoffload.service.stores import StoreDesk
+from kvoffload.service.telemetry import Telemetry
 from kvoffload.spec.base import KVCacheConfig, OffloadingSpec
 from kvoffload.spec.factory import OffloadingSpecFactory
 from kvoffload.transfer.worker import OffloadingWorker
+
+if TYPE_CHECKING:
+    from kvoffload.metrics.exposition import MetricsExposition
 
 _undrained: list[object] = []
 """What copies that outlived their engine still use; it stays alive, and mapped, on purpose."""
@@ -65,7 +73,10 @@ class EngineLife(ABC):
             else OffloadingSpecFactory.create_spec(config, KVCacheConfig.from_canonical(kv_caches, config))
         )
         self.geometry = BlockGeometry.of(config, kv_caches)
-        self._events, self._metrics, self._clock = events, metrics, clock
+        self._events, self._clock = events, clock
+        self.recorder: MetricsSink = metrics if metrics is not None else MetricsRecorder()
+        self.telemetry = Telemetry(config, self.geometry, self.recorder, events)
+        self._exposition: MetricsExposition | None = None
         self._owner: int | None = None
         self._pid = os.getpid()
         self._closed = False
@@ -103,7 +114,7 @@ class EngineLife(ABC):
             self.geometry,
             capacity=manager.stats().capacity,
             events=self._events,
-            metrics=self._metrics,
+            metrics=self.recorder,
             clock=self._clock,
             ring=self.bridge.notify,
         )
@@ -124,6 +135,9 @@ class EngineLife(ABC):
         )
         self.leases = LeaseDesk(core, config.lease_seconds)
         self._settler.attach(board, self.loads, self.stores)
+        self.ledger = LoadLedger(core.metrics, config.prefill_tokens_per_second)
+        self.telemetry.link_bytes_per_second = self.spec.measure_link(self.kv_caches)
+        self.telemetry.start(core, self.ledger, self.stats)
         self._started = True
 
     def adopt(self) -> None:
@@ -233,6 +247,9 @@ class EngineLife(ABC):
             core = self._core
             core.manager.reset_cache()
             core.flush_events(cause="reset")
+            self.telemetry.finish(replace(self._last_stats or Stats(), manager=core.manager.stats()))
+            if self._exposition is not None:
+                self._exposition.unregister()
             if self._undrained is None:
                 self.spec.shutdown()
                 core.manager.shutdown()
@@ -265,11 +282,30 @@ class EngineLife(ABC):
             self._core.fail("polling the handlers failed", error)
         self.leases.expire()
         self._settler.settle_fault()
+        self.telemetry.serve()
 
     def break_down(self, reason: str, error: BaseException) -> None:
         """Become unhealthy: waiting calls end with `error`, new ones miss; running copies keep their blocks."""
         self._core.fail(reason, error)
         self._settler.settle_fault()
+
+    # ---- metrics
+
+    @property
+    def metrics(self) -> MetricsExposition:
+        """The engine's numbers for Prometheus: `render()`, `registry`, `register()`."""
+        if self._exposition is None:
+            from kvoffload.metrics.exposition import MetricsExposition
+
+            self._exposition = MetricsExposition(self)
+        return self._exposition
+
+    def metrics_snapshot(self) -> MetricsSnapshot:
+        """Return all numbers as plain data that pickle and JSON carry; from any thread.
+
+        A front end in another process gives it to a `SnapshotRelay` and exports that.
+        """
+        return self.telemetry.snapshot() if self.owned_here else self.telemetry.ask()
 
     def fileno(self) -> int:
         """Return the descriptor that becomes readable when `poll` has something to take."""

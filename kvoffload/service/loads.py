@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from kvoffload.errors import UsageError
 from kvoffload.keys import OffloadKey
+from kvoffload.manager.base import Match
 from kvoffload.service.board import TransferBoard
 from kvoffload.service.core import Core, RequestState
 from kvoffload.service.geometry import Tables
@@ -57,25 +59,28 @@ class LoadDesk:
             everything += keys
             found = core.manager.lookup_prefix(keys, context)
             if group_idx == 0:
-                self._book(request, keys, found.ready)
+                self._book(request, keys, found)
         core.manager.touch(everything, context)
 
-    def _book(self, request: RequestState, keys: Sequence[OffloadKey], hits: int) -> None:
-        core = self._core
+    def _book(self, request: RequestState, keys: Sequence[OffloadKey], found: Match) -> None:
+        core, hits = self._core, found.ready
         tokens = request.chain.num_tokens
         request.hit_tokens = min(tokens, hits * core.geometry.spans[0])
+        core.last_use.used(keys[:hits], core.clock())
         metrics = core.metrics
         metrics.count("requests")
         metrics.count("prompt_tokens", tokens)
         metrics.count("requested_blocks", len(keys))
         metrics.count("hit_blocks", hits)
         metrics.count("hit_tokens", request.hit_tokens)
-        cause = core.history.cause
-        for key in keys[hits:]:
-            if key not in core.writing:
-                metrics.count("miss_blocks", label=cause(key))
-            else:
-                metrics.count("pending_blocks")
+        if found.pending:
+            metrics.count("pending_blocks", found.pending)
+        missed = keys[hits + found.pending :]
+        if not missed:
+            return
+        cause, held = core.history.cause, core.manager.held(missed)
+        for why, amount in Counter("unreachable" if key in held else cause(key) for key in missed).items():
+            metrics.count("miss_blocks", amount, why)
 
     def room(self, num_bytes: int) -> bool:
         """A load of `num_bytes` may be submitted now; one alone is never too large."""
@@ -180,7 +185,7 @@ class LoadDesk:
         if refused is not None:
             core.metrics.count("transfer_failures", label="load")
             result = LoadResult(LoadOutcome.FAILED, reason="copy_failed", error=refused)
-            self._close(job, result, touched=False)
+            self._close(job, result)
         return job
 
     def _running_twin(self, signature: _Signature, after: Ready) -> Job | None:
@@ -210,7 +215,6 @@ class LoadDesk:
         if outcome.success:
             self.loaded_bytes += job.num_bytes
         if job.state is JobState.HUNG:
-            core.metrics.count("late_completions", label="load")
             self._close(job, None)
         elif not outcome.success:
             self._close(job, self._failed(job, "copy_failed", outcome.error, queue, copy))
@@ -241,8 +245,8 @@ class LoadDesk:
             error=error,
         )
 
-    def _close(self, job: Job, result: LoadResult | None, *, touched: bool = True) -> None:
-        """Give pins and GPU blocks back, then answer: the copy has ended, or never began (`touched=False`)."""
+    def _close(self, job: Job, result: LoadResult | None) -> None:
+        """Give pins and GPU blocks back, then answer: the copy has ended, or never began."""
         core = self._core
         core.manager.complete_load(job.keys, job.context, ticket=job.ticket)
         core.flush_events()
@@ -251,7 +255,5 @@ class LoadDesk:
         job.move(JobState.DONE)
         core.book.unhold(job.gpu_blocks)
         if result is not None:
-            if touched and result.outcome is LoadOutcome.FAILED:
-                core.metrics.count("transfer_failures", label="load")
             core.finish_job(job)
         core.release_job(job)

@@ -7,6 +7,7 @@ cancellation, or by the garbage collection of a generator.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import replace
@@ -180,6 +181,24 @@ class OffloadRequest:
 
         `stop` is asked after each wait, and before the copy: what it returns is the answer.
         """
+        ledger, began = self.engine.ledger, self._service.clock()
+        try:
+            result = await self._load_tables(tables, first, max_tokens, timeout, after, stop)
+        except asyncio.CancelledError:
+            ledger.cancelled()
+            raise
+        ledger.answered(result, self._service.clock() - began)
+        return result
+
+    async def _load_tables(
+        self,
+        tables: Tables,
+        first: int,
+        max_tokens: int,
+        timeout: float | None,
+        after: Ready,
+        stop: Callable[[], LoadResult | None],
+    ) -> LoadResult:
         state = self._entered()
         service, engine, config = self._service, self.engine, self._service.config
         began = service.clock()
@@ -313,6 +332,19 @@ class OffloadRequest:
                 expected_return_seconds=expected_return_seconds,
             ),
         )
+
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """Say what a prefill took, so that loaded tokens can be valued in seconds (`prefill_seconds_saved`).
+
+        Args:
+            tokens: Tokens that were computed, not those that were loaded.
+            seconds: Time it took.
+
+        Raises:
+            UsageError: Not above 0.
+        """
+        self._entered()
+        self.engine.ledger.prefilled(tokens, seconds)
 
     def abort(self) -> None:
         """Do nothing new for this request; waiting calls end. Idempotent, in any state."""

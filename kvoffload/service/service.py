@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from kvoffload.config import OffloadConfig
 from kvoffload.errors import ClosedError, KVOffloadError, UsageError
@@ -21,12 +21,16 @@ from kvoffload.manager.base import EventSink, MetricsSink, ReqContext
 from kvoffload.memory.canonical import CanonicalKVCaches
 from kvoffload.service.closing import Closing
 from kvoffload.service.engine import OffloadEngine
+from kvoffload.service.loop_lag import LoopLagProbe
 from kvoffload.service.ownership import Free
 from kvoffload.service.request import OffloadRequest
 from kvoffload.service.results import BlockReport, Health, Stats
 from kvoffload.service.room import RoomLine
 from kvoffload.service.waiting import Resolver, in_thread, wait_released
 from kvoffload.spec.base import OffloadingSpec
+
+if TYPE_CHECKING:
+    from kvoffload.metrics.exposition import MetricsExposition
 
 
 class OffloadService:
@@ -39,7 +43,7 @@ class OffloadService:
         kv_caches: The GPU side.
         spec: Manager and handlers to use instead of those that `config.spec_name` names.
         events: Where residency changes go, instead of the feed that `config.events` describes.
-        metrics: Where counts go.
+        metrics: Where counts go, instead of a recorder of its own.
         clock: Monotonic seconds.
     """
 
@@ -63,6 +67,7 @@ class OffloadService:
         self._flush_scheduled = False
         self._entered = False
         self._closing: Closing | None = None
+        self._lag_probe: LoopLagProbe | None = None
 
     # ---- life
 
@@ -75,6 +80,9 @@ class OffloadService:
         await in_thread(self.engine.start, "kvoffload-start", lambda _: self._undo_start())
         self.engine.adopt()
         loop.add_reader(self.engine.fileno(), self._on_readable)
+        self.engine.telemetry.add(lambda: {"waiting_loads": {"": len(self.room)}})
+        self._lag_probe = LoopLagProbe(loop, self.engine.recorder)
+        self._lag_probe.start()
         self._entered = True
         return self
 
@@ -117,6 +125,8 @@ class OffloadService:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._lag_probe is not None:
+            self._lag_probe.stop()
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -281,3 +291,8 @@ class OffloadService:
     def stats(self) -> Stats:
         """Return counters and occupancy."""
         return self.engine.stats()
+
+    @property
+    def metrics(self) -> MetricsExposition:
+        """The service's numbers for Prometheus: `render_in_thread()`, `registry`, `register()`."""
+        return self.engine.metrics

@@ -37,10 +37,19 @@ class Settler:
             Exception: The first that settling a job raised; all were tried.
         """
         core = self._core
-        core.metrics.observe("transfer_queue_seconds", result.queue_time or 0.0, transfer.kind)
-        core.metrics.observe("transfer_copy_seconds", result.transfer_time or 0.0, transfer.kind)
+        metrics, kind = core.metrics, transfer.kind
+        metrics.count("transfers", 1, kind)
+        if any(job.state is JobState.HUNG for job in transfer.jobs):
+            metrics.count("late_completions", 1, kind)
+        if result.queue_time is not None:
+            metrics.observe("transfer_queue_seconds", result.queue_time, kind)
+        if result.transfer_time is not None:
+            metrics.observe("transfer_copy_seconds", result.transfer_time, kind)
         if result.success:
-            core.metrics.count("transfer_bytes", transfer.num_bytes, transfer.kind)
+            metrics.count("transfer_bytes", transfer.num_bytes, kind)
+            metrics.observe("transfer_size_bytes", transfer.num_bytes, kind)
+        else:
+            metrics.count("transfer_failures", 1, kind)
         desk = self._loads if transfer.kind == "load" else self._stores
         errors: list[Exception] = []
         for job in transfer.jobs:

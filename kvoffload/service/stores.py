@@ -245,15 +245,19 @@ class StoreDesk:
         return job
 
     def _count(self, result: StoreResult) -> None:
-        metrics = self._core.metrics
-        for label in ("stored", "already_present", "filtered", "rejected", "failed"):
-            amount = getattr(result, label)
+        """Count offered blocks by outcome, in offloaded blocks."""
+        metrics, factor = self._core.metrics, self._core.geometry.groups[0].factor
+        for outcome, amount in (
+            ("stored", result.stored),
+            ("already_present", result.already_present),
+            ("filtered", result.filtered),
+            ("rejected", result.rejected),
+            ("failed", result.failed),
+        ):
             if amount:
-                metrics.count("store_blocks", amount, label)
-        if result.rejected:
-            metrics.count("store_rejected_blocks", result.rejected, result.reason or "")
-        if result.evicted:
-            metrics.count("evicted_blocks", result.evicted, "capacity")
+                metrics.count("store_blocks", amount // factor, outcome)
+        if result.rejected or result.failed:
+            metrics.count("unstored_blocks", (result.rejected + result.failed) // factor, result.reason or "other")
 
     def flush(self) -> None:
         """Submit all queued offers as one transfer."""
@@ -270,6 +274,7 @@ class StoreDesk:
         for offer in offers:  # one offer that no handler takes must not fail the others of its tick
             error = self._submit([offer]) if len(offers) > 1 else refused
             if error is not None:
+                self._core.metrics.count("transfer_failures", label="store")
                 self._close(offer.job, success=False, reason="copy_failed", error=error)
 
     def _submit(self, offers: Sequence[StoreOffer]) -> BaseException | None:
@@ -312,7 +317,6 @@ class StoreDesk:
         """Settle a job whose copy has ended."""
         core = self._core
         if job.state is JobState.HUNG:
-            core.metrics.count("late_completions", label="store")
             core.manager.complete_store(job.keys, outcome.success, job.context, ticket=job.ticket)
             core.flush_events(job.infos)
             self._release(job)
@@ -333,7 +337,6 @@ class StoreDesk:
         else:
             if not success:
                 core.history.note(job.keys, "failed", core.clock())
-                core.metrics.count("transfer_failures", label="store")
             why: StoreReason = reason if not success else "reset"
             job.result = replace(verdict, stored=0, failed=verdict.stored, reason=why, error=error)
         self._count(job.result)

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from kvoffload.config import OffloadConfig
 from kvoffload.memory.canonical import CanonicalKVCaches
+from kvoffload.metrics.recorder import MetricsRecorder
 from kvoffload.service.results import LoadOutcome, Stats, StoreResult
 from kvoffload.service.service import OffloadService
 from kvoffload.service.store_job import StoreJob
@@ -54,25 +55,13 @@ class DriveOptions:
     verify: bool = True
 
 
-class RunMetrics:
-    """Adds up what the service counts and observes; a `MetricsSink`."""
-
-    def __init__(self) -> None:
-        self.counts: dict[tuple[str, str], int] = {}
-        self.sums: dict[tuple[str, str], float] = {}
-
-    def count(self, name: str, amount: int = 1, label: str = "") -> None:
-        """Add to a counter."""
-        self.counts[name, label] = self.counts.get((name, label), 0) + amount
-
-    def observe(self, name: str, value: float, label: str = "") -> None:
-        """Add an observation to its sum."""
-        self.sums[name, label] = self.sums.get((name, label), 0.0) + value
+class RunMetrics(MetricsRecorder):
+    """What the service counts and observes in one run."""
 
     def rate(self, direction: str) -> float:
         """Return the GB/s of one direction's copies, while they ran."""
-        seconds = self.sums.get(("transfer_copy_seconds", direction), 0.0)
-        return self.counts.get(("transfer_bytes", direction), 0) / seconds / 1e9 if seconds else 0.0
+        seconds = self.read_histograms()["transfer_copy_seconds"][direction]["sum"]
+        return self.value("transfer_bytes", direction) / seconds / 1e9 if seconds else 0.0
 
 
 @dataclass(slots=True)

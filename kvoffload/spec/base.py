@@ -78,6 +78,13 @@ class OffloadingSpec(ABC):
     def shutdown(self, timeout: float = 10.0) -> None:
         """Release what manager and handlers share (page locks, device contexts), after the handlers; idempotent."""
 
+    def measure_link(self, kv_caches: CanonicalKVCaches) -> dict[str, float]:  # noqa: ARG002
+        """Return the bytes per second of one large copy, for `load` and `store`; empty where it is not known.
+
+        May take some 100 ms; no copy runs meanwhile.
+        """
+        return {}
+
 
 def _check_groups(configured: Sequence[int], actual: Sequence[int]) -> None:
     expected = list(configured) * len(actual) if len(configured) == 1 else list(configured)

@@ -13,6 +13,7 @@ from kvoffload.manager.specs import CPULoadStoreSpec, GPULoadStoreSpec
 from kvoffload.memory.canonical import CanonicalKVCaches
 from kvoffload.spec.base import HandlerRoute, KVCacheConfig, OffloadingSpec
 from kvoffload.transfer.directional import CpuGpuOffloadingHandlers
+from kvoffload.transfer.link import host_link_bytes_per_second
 
 
 class CPUOffloadingSpec(OffloadingSpec):
@@ -86,3 +87,10 @@ class CPUOffloadingSpec(OffloadingSpec):
         """Shut both handlers down and unlock their host memory; idempotent."""
         if self._handlers is not None:
             self._handlers.shutdown(timeout)
+
+    def measure_link(self, kv_caches: CanonicalKVCaches) -> dict[str, float]:
+        """Return the speed of host copies; on other devices nothing is measured yet."""
+        if kv_caches.device != "cpu":
+            return {}
+        speed = host_link_bytes_per_second()
+        return {"load": speed, "store": speed}
