@@ -60,7 +60,8 @@ class StoreJob:
             QuarantinedError: The service was closed while the copy still ran: the blocks must never be reused.
         """
         job = self._job
-        await wait_for_job(self._service.resolver, job, job.ended, None)
+        service = self._service
+        await wait_for_job(service.resolver, job, job.ended, None, service.release_waits)
         if not job.released:
             raise QuarantinedError(
                 f"the service was closed while job {job.id} still read its blocks", gpu_blocks=job.gpu_blocks

@@ -17,10 +17,11 @@ from kvoffload.memory.canonical import CanonicalKVCaches
 from kvoffload.service.engine import OffloadEngine
 from kvoffload.service.service import OffloadService
 from kvoffload.spec.base import KVCacheConfig, OffloadingSpec
-from kvoffload.transfer.scripted import ScriptedOffloadingHandlers
+from kvoffload.transfer.scripted import ScriptedOffloadingHandler, ScriptedOffloadingHandlers
 
 PAGE = 64
 BLOCK = 4
+CANARY = 0x5A
 
 
 class ScriptedSpec(OffloadingSpec):
@@ -88,6 +89,7 @@ class Rig:
         self.spec = ScriptedSpec(self.config, self.kv_caches, capacity, policy=policy, threshold=threshold)
         self.capacity = capacity
         self.freed: list[int] = []
+        self.violations: list[str] = []
 
     @property
     def loads(self):
@@ -104,7 +106,29 @@ class Rig:
         return OffloadService(self.config, self.kv_caches, spec=self.spec, **options)
 
     def free(self, blocks: Sequence[int]) -> None:
+        """Take blocks back, and paint them: no copy that has not ended may touch them, now or later."""
+        touched = {block for handler in (self.loads, self.stores) for block in _touched(handler)}
+        if touched.intersection(blocks):
+            self.violations.append(f"blocks {sorted(touched.intersection(blocks))} were freed under a running copy")
         self.freed.extend(blocks)
+        for tensor in self.gpu:
+            tensor[list(blocks)] = CANARY
+
+    def allocate(self, blocks: Sequence[int]) -> None:
+        """Give freed blocks to a new owner; the paint must be intact."""
+        for block in blocks:
+            if block in self.freed:
+                self.freed.remove(block)
+                if not all((tensor[block] == CANARY).all() for tensor in self.gpu):
+                    self.violations.append(f"block {block} was written while nobody owned it")
+
+    def check(self, freed: Sequence[int] = ()) -> None:
+        """Nothing is pinned, running or held; exactly `freed` came back, each once, and nobody wrote to it since."""
+        check_books(self.spec.cpu_manager, idle=True)
+        assert sorted(self.freed) == sorted(freed)
+        self.allocate(list(self.freed))
+        assert self.violations == []
+        assert self.loads.pending_jobs() == self.stores.pending_jobs() == []
 
     def fill(self, blocks: Sequence[int], seed: int) -> None:
         """Write distinct bytes into GPU blocks."""
@@ -112,13 +136,17 @@ class Rig:
             for layer, tensor in enumerate(self.gpu):
                 tensor[block] = (seed * 31 + position * 7 + layer * 3) % 127 + 1
 
-    def holds(self, blocks: Sequence[int], seed: int) -> bool:
-        """The GPU blocks hold what `fill` wrote."""
+    def holds(self, blocks: Sequence[int], seed: int, first: int = 0) -> bool:
+        """The GPU blocks hold what `fill` wrote, from its block `first` on."""
         return all(
             (tensor[block] == (seed * 31 + position * 7 + layer * 3) % 127 + 1).all()
-            for position, block in enumerate(blocks)
+            for position, block in enumerate(blocks, first)
             for layer, tensor in enumerate(self.gpu)
         )
+
+
+def _touched(handler: ScriptedOffloadingHandler) -> set[int]:
+    return {block for job in handler.submitted if not job.ended for block in job.gpu_blocks}
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

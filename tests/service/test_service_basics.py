@@ -259,7 +259,7 @@ async def test_lease_pins_the_prefix_and_loads_from_it():
             assert (await _stored(rig, service, [20], seed=4, name="x")).reason == "no_space"
             loaded = await lease.load(kv.GPULoadStoreSpec([11], [1], [1]))
             assert loaded.outcome is kv.LoadOutcome.LOADED
-            assert rig.holds([0, 11], 0)
+            assert rig.holds([11], 0, first=1)
             await service.reset_cache()
             assert (await lease.load(kv.GPULoadStoreSpec([11], [1], [1]))).reason == "reset"
     check_books(rig.spec.cpu_manager, idle=True)
