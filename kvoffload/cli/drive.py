@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Sequence
 
 from kvoffload.cli.progress import progress_bar
-from kvoffload.cli.report import report
+from kvoffload.cli.report import readable_bytes, report
 from kvoffload.config import OffloadConfig
 from kvoffload.simulate.drive import DriveOptions, DriveResult, drive
 from kvoffload.simulate.workload import Workload, WorkloadSize
@@ -26,7 +26,11 @@ def run_drive_command(
         verify=args.verify,
     )
     with progress_bar("serving", measured.requests) as advance:
-        result = asyncio.run(drive(workload, measured, config, options, progress=advance))
+
+        def show(so_far: DriveResult) -> None:
+            advance(_note(so_far, options.block_bytes))
+
+        result = asyncio.run(drive(workload, measured, config, options, progress=show))
     values = {
         "workload": workload.name,
         "policy": config.eviction_policy,
@@ -39,6 +43,13 @@ def run_drive_command(
     report("kvoffload run", values, as_json=args.json)
     failed = result.corrupt_blocks or result.failures or any(result.leaked.values())
     return 1 if failed else 0
+
+
+def _note(so_far: DriveResult, block_bytes: int) -> str:
+    """Return what is worth seeing while it runs."""
+    ratio = so_far.loaded_blocks / max(1, so_far.requested_blocks)
+    stored, loaded = (readable_bytes(count * block_bytes) for count in (so_far.stored_blocks, so_far.loaded_blocks))
+    return f"hits {100 * ratio:.1f} %, stored {stored}, loaded {loaded}, wrong {so_far.corrupt_blocks}"
 
 
 def _values(result: DriveResult, factor: int) -> dict[str, object]:

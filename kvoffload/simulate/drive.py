@@ -111,7 +111,7 @@ async def drive(
     config: OffloadConfig,
     options: DriveOptions,
     *,
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[[DriveResult], None] = lambda _: None,
 ) -> DriveResult:
     """Run a workload to its end and return what happened.
 
@@ -120,7 +120,7 @@ async def drive(
         measured: Their sizes.
         config: The service's configuration.
         options: How to drive it.
-        progress: Called after each request.
+        progress: Called with the result so far after each request.
     """
     before = _Surroundings.now()
     driver = _Driver(workload, measured, config, options, progress)
@@ -162,7 +162,7 @@ class _Driver:
         measured: WorkloadSize,
         config: OffloadConfig,
         options: DriveOptions,
-        progress: Callable[[], None],
+        progress: Callable[[DriveResult], None],
     ) -> None:
         self.workload, self.config, self.options, self.progress = workload, config, options, progress
         scratch = min(measured.largest_request * min(options.concurrency, 4), _SCRATCH_BYTES // options.block_bytes)
@@ -216,7 +216,7 @@ class _Driver:
                 _book(await job, result)
         result.requests += 1
         result.requested_blocks += request.num_blocks
-        self.progress()
+        self.progress(result)
 
     async def _generate(self, service: OffloadService, request: WorkloadRequest) -> list[StoreJob]:
         """Do what an engine does for one prompt; return the stores on their way."""

@@ -17,7 +17,7 @@ BLOCK = 1024
 CLEAN = {"pins": 0, "jobs": 0, "tasks": 0, "threads": 0, "shm": 0}
 
 
-async def driven(workload, *, blocks, factor=1, progress=lambda: None, **options):
+async def driven(workload, *, blocks, factor=1, progress=lambda _: None, **options):
     measured = workload.measure()
     config = OffloadConfig(
         cpu_bytes_to_use=blocks * BLOCK * factor,
@@ -89,7 +89,7 @@ async def test_a_request_shorter_than_a_block_is_served(tmp_path):
 async def test_an_interrupted_run_leaves_nothing():
     tasks, threads = asyncio.all_tasks(), set(threading.enumerate())
     served = asyncio.Event()
-    run = asyncio.ensure_future(driven(Workload(limit=3000), blocks=500, progress=served.set))
+    run = asyncio.ensure_future(driven(Workload(limit=3000), blocks=500, progress=lambda _: served.set()))
     await served.wait()
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
