@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Sequence
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+from kvoffload.cli.metrics_server import MetricsServer
+from kvoffload.cli.observe import Observer
 from kvoffload.cli.progress import progress_bar
 from kvoffload.cli.report import readable_bytes, report
 from kvoffload.config import OffloadConfig
+from kvoffload.errors import ConfigError
 from kvoffload.simulate.drive import DriveOptions, DriveResult, drive
 from kvoffload.simulate.workload import Workload, WorkloadSize
 
@@ -24,13 +30,22 @@ def run_drive_command(
         concurrency=args.concurrency,
         speed=args.speed,
         verify=args.verify,
+        forever=args.forever,
     )
-    with progress_bar("serving", measured.requests) as advance:
+    with _server(args.http) as server, progress_bar("serving", measured.requests) as advance:
+        observer = Observer(server, args.metrics_dump)
 
         def show(so_far: DriveResult) -> None:
             advance(_note(so_far, options.block_bytes))
 
-        result = asyncio.run(drive(workload, measured, config, options, progress=show))
+        async def serve() -> DriveResult:
+            stop = asyncio.Event()
+            if options.forever:
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    asyncio.get_running_loop().add_signal_handler(number, stop.set)
+            return await drive(workload, measured, config, options, progress=show, beside=observer.beside, stop=stop)
+
+        result = asyncio.run(serve())
     values = {
         "workload": workload.name,
         "policy": config.eviction_policy,
@@ -43,6 +58,26 @@ def run_drive_command(
     report("kvoffload run", values, as_json=args.json)
     failed = result.corrupt_blocks or result.failures or any(result.leaked.values())
     return 1 if failed else 0
+
+
+@contextmanager
+def _server(address: tuple[str, int] | None) -> Iterator[MetricsServer | None]:
+    """Serve metrics at `address` while the block runs, and say where.
+
+    Raises:
+        ConfigError: The address cannot be bound.
+    """
+    if address is None:
+        yield None
+        return
+    host, port = address
+    try:
+        server = MetricsServer(host, port)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    with server:
+        print(f"metrics on {server.url}/metrics", file=sys.stderr, flush=True)
+        yield server
 
 
 def _note(so_far: DriveResult, block_bytes: int) -> str:

@@ -7,6 +7,7 @@ Examples:
   kvoffload run
   kvoffload run TRACE.jsonl --policy arc --capacity 5% --concurrency 32 --json
   kvoffload run TRACE.jsonl --dry --partial-blocks keep --capacity 5%
+  kvoffload run --forever --speed 10 --http 127.0.0.1:9464
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from kvoffload.cli.values import Capacity, capacity, natural, positive, size, speed
+from kvoffload.cli.values import Capacity, address, capacity, natural, positive, size, speed
 from kvoffload.config import OffloadConfig
 from kvoffload.errors import ConfigError
 from kvoffload.simulate.workload import Workload, WorkloadSize
@@ -53,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="seed of the built-in chats (0)")
     add("--requests", type=positive, metavar="N", help="stop after N requests (all of a trace; 2000 built-in)")
     add("--skip-bad-lines", action="store_true", help="go on after a trace line that cannot be used, and count it")
+    add("--forever", action="store_true", help="begin anew at the end, until SIGTERM or Ctrl-C")
+    add("--http", type=address, metavar="HOST:PORT", help="serve /metrics, /livez and /readyz while it runs")
+    add("--metrics-dump", type=Path, metavar="FILE", help="write the metrics to FILE at the end")
     add("--json", action="store_true", help="one JSON object on standard output")
 
 
@@ -77,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     if args.dry:
+        if args.forever or args.http or args.metrics_dump:
+            raise ConfigError("--forever, --http and --metrics-dump need the service: leave --dry out")
         from kvoffload.cli.dry import run_dry_command
 
         return run_dry_command(args, workload, measured, config)
@@ -99,4 +105,5 @@ def _config(args: argparse.Namespace, workload: Workload, measured: WorkloadSize
         block_size=workload.block_tokens * factor,
         eviction_policy=args.policy,
         store_threshold=args.store_threshold,
+        model_name="simulated",
     )

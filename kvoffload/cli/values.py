@@ -77,3 +77,11 @@ def _at_least(text: str, least: int) -> int:
     if value < least:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}; got {text!r}")
     return value
+
+
+def address(text: str) -> tuple[str, int]:
+    """Read `HOST:PORT`."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"must be HOST:PORT, such as 127.0.0.1:9464; got {text!r}")
+    return host.strip("[]"), int(port)

@@ -138,6 +138,8 @@ class EngineLife(ABC):
         self.ledger = LoadLedger(core.metrics, config.prefill_tokens_per_second)
         self.telemetry.link_bytes_per_second = self.spec.measure_link(self.kv_caches)
         self.telemetry.start(core, self.ledger, self.stats)
+        if self._exposition is None:  # its library takes a while to import: not later, on the loop
+            self._exposition = self.metrics
         self._started = True
 
     def adopt(self) -> None:

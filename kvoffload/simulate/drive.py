@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -29,9 +30,11 @@ from kvoffload.simulate.workload import Workload, WorkloadRequest, WorkloadSize
 
 _SHM = Path("/dev/shm")  # noqa: S108 - where regions live, not a temporary file
 _DRAIN_SECONDS = 30.0
+_KEPT_VALUES = 4_000_000
 _SCRATCH_BYTES = 1 << 30
 T = TypeVar("T")
 Work = Callable[[Sequence[int], Sequence[bytes]], T]
+Beside = Callable[[OffloadService], AbstractAsyncContextManager[object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class DriveOptions:
         concurrency: Requests at a time.
         speed: Times faster than the trace's own clock; None: as fast as possible.
         verify: Check every loaded block.
+        forever: Begin anew when the workload ends, until told to stop.
     """
 
     block_bytes: int
@@ -53,6 +57,7 @@ class DriveOptions:
     concurrency: int = 8
     speed: float | None = None
     verify: bool = True
+    forever: bool = False
 
 
 class RunMetrics(MetricsRecorder):
@@ -112,6 +117,8 @@ async def drive(
     options: DriveOptions,
     *,
     progress: Callable[[DriveResult], None] = lambda _: None,
+    beside: Beside = lambda _: nullcontext(),
+    stop: asyncio.Event | None = None,
 ) -> DriveResult:
     """Run a workload to its end and return what happened.
 
@@ -121,9 +128,11 @@ async def drive(
         config: The service's configuration.
         options: How to drive it.
         progress: Called with the result so far after each request.
+        beside: Returns what to enter while the service runs; it is left when nothing runs any more.
+        stop: Once set, no further request begins.
     """
     before = _Surroundings.now()
-    driver = _Driver(workload, measured, config, options, progress)
+    driver = _Driver(workload, measured, config, options, progress, beside, stop or asyncio.Event())
     result = await driver.run()
     after = _Surroundings.now()
     for _ in range(100):  # a thread that has done its work may need a moment to be gone
@@ -163,8 +172,11 @@ class _Driver:
         config: OffloadConfig,
         options: DriveOptions,
         progress: Callable[[DriveResult], None],
+        beside: Beside,
+        stop: asyncio.Event,
     ) -> None:
         self.workload, self.config, self.options, self.progress = workload, config, options, progress
+        self.beside, self.stop = beside, stop
         scratch = min(measured.largest_request * min(options.concurrency, 4), _SCRATCH_BYTES // options.block_bytes)
         pool = max(measured.largest_request, options.gpu_blocks or scratch)
         self.cache = GpuPrefixCache(pool, reuse=options.gpu_blocks > 0)
@@ -179,7 +191,7 @@ class _Driver:
         result = self.result
         loop = asyncio.get_running_loop()
         caches = CanonicalKVCaches.from_layers(self.gpu.layers, block_dim=0)
-        async with OffloadService(self.config, caches, metrics=result.metrics) as service:
+        async with OffloadService(self.config, caches, metrics=result.metrics) as service, self.beside(service):
             ticker = loop.create_task(_tick(result.loop_lag_seconds))
             try:
                 start = loop.time()
@@ -202,12 +214,36 @@ class _Driver:
         slots = asyncio.Semaphore(self.options.concurrency)
         speed = self.options.speed
         async with asyncio.TaskGroup() as tasks:
-            for request in self.workload:
+            for request in self._arrivals():
                 if speed is not None:
-                    await asyncio.sleep(start + request.arrival_seconds / speed - loop.time())
+                    await self._pause(start + request.arrival_seconds / speed - loop.time())
                 await slots.acquire()
+                if self.stop.is_set():
+                    break
                 task = tasks.create_task(self._serve(service, request))
                 task.add_done_callback(lambda _: slots.release())
+
+    def _arrivals(self) -> Iterator[WorkloadRequest]:
+        """Yield the workload's requests; over and over, on one clock and with running numbers, if asked for."""
+        if not self.options.forever:
+            yield from self.workload
+            return
+        number, shift = 0, 0.0
+        while True:
+            end = shift
+            for request in self.workload:
+                end = shift + request.arrival_seconds
+                yield replace(request, number=number, arrival_seconds=end)
+                number += 1
+            shift = end
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, but not longer than until the stop."""
+        if seconds <= 0 or self.stop.is_set():
+            await asyncio.sleep(0)
+            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.stop.wait(), seconds)
 
     async def _serve(self, service: OffloadService, request: WorkloadRequest) -> None:
         result, names = self.result, request.block_hashes
@@ -236,12 +272,15 @@ class _Driver:
                 return stores  # a copy may still write them: this prompt needs other blocks
             done = table.cached + loaded.num_blocks
             if loaded.num_blocks:
-                result.load_seconds.append(service.clock() - began)
+                _keep(result.load_seconds, service.clock() - began)
                 result.loaded_blocks += loaded.num_blocks
                 await self._check(table, names, done)
             step = self.options.store_step
             for end in [min(begin + step, len(names)) for begin in range(done, len(names), step)] or [done]:
+                began = service.clock()
                 await self._compute(table, names, done, end)
+                if end > done:
+                    served.prefilled((end - done) * self.block_tokens, max(service.clock() - began, 1e-9))
                 stores.append(served.store(computed_tokens=end * self.block_tokens, ready="host-visible"))
                 done = end
             served.finished(output_tokens=request.output_tokens)
@@ -296,4 +335,11 @@ async def _tick(lags: array[float]) -> None:
     while True:
         due = clock() + 0.001
         await asyncio.sleep(0.001)
-        lags.append(clock() - due)
+        _keep(lags, clock() - due)
+
+
+def _keep(values: array[float], value: float) -> None:
+    """Append; a run without end forgets its oldest values."""
+    values.append(value)
+    if len(values) > _KEPT_VALUES:
+        del values[: _KEPT_VALUES // 2]

@@ -2,15 +2,19 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 from kvoffload.cli.main import main
 
+ROOT = Path(__file__).parents[3]
 SHM = Path("/dev/shm")
 LINE = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n'
 
@@ -133,3 +137,61 @@ def test_interrupt_exits_with_130_and_leaves_no_shared_memory():
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err.decode().strip()) == (130, b"", "interrupted")
     assert {path for path in set(SHM.iterdir()) - before if f"{process.pid}" in path.name} == set()
+
+
+def test_the_metrics_at_the_end_are_written_to_a_file(tmp_path, capsys):
+    dump = tmp_path / "metrics.txt"
+    assert main(["run", "--requests", "20", "--json", "--metrics-dump", str(dump)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    lines = dict(line.rsplit(" ", 1) for line in dump.read_text().splitlines() if not line.startswith("#"))
+    labels = 'engine="0",model_name="simulated"'
+    assert float(lines[f"kvoffload_requests_total{{{labels}}}"]) == report["requests"]
+    loaded = lines[f'kvoffload_transfer_bytes_total{{direction="load",{labels}}}']
+    assert float(loaded) == report["bytes_loaded"]
+
+
+def test_a_run_without_end_serves_metrics_until_it_is_told_to_stop():
+    command = [sys.executable, "-c", "import sys; from kvoffload.cli.main import main; sys.exit(main(sys.argv[1:]))"]
+    options = ["run", "--forever", "--requests", "10", "--speed", "1000", "--http", "127.0.0.1:0", "--json"]
+    with subprocess.Popen(
+        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        try:
+            where = next(line for line in process.stderr if line.startswith("metrics on "))
+            url = where.removeprefix("metrics on ").strip()
+            served = 0.0
+            while served <= 10:  # more than one round of the workload
+                try:
+                    with urllib.request.urlopen(url, timeout=10) as reply:
+                        found = [line for line in reply if line.startswith(b"kvoffload_requests_total{")]
+                        served = float(found[0].rsplit(b" ", 1)[1])
+                except urllib.error.HTTPError as error:  # not ready yet
+                    error.close()
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0, err
+    assert json.loads(out)["requests"] >= served
+
+
+@pytest.mark.parametrize("option", [["--forever"], ["--http", "127.0.0.1:0"], ["--metrics-dump", "x"]])
+def test_what_needs_the_service_is_refused_with_dry(option, capsys):
+    assert main(["run", "--dry", "--requests", "5", *option]) == 2
+    assert "--dry" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ["9464", ":9464", "host:", "host:99999", "host:x"])
+def test_an_address_is_host_and_port(wrong, capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--http", wrong])
+    assert "HOST:PORT" in capsys.readouterr().err
+
+
+def test_an_address_that_cannot_be_bound_is_a_mistake_in_the_call(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["run", "--requests", "5", "--http", f"127.0.0.1:{port}"]) == 2
+    assert f"127.0.0.1:{port}" in capsys.readouterr().err

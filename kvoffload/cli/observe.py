@@ -1,0 +1,38 @@
+"""What looks at a run from outside: `--http` and `--metrics-dump`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from kvoffload.cli.metrics_server import MetricsServer
+from kvoffload.service.service import OffloadService
+from kvoffload.service.waiting import in_thread
+
+
+class Observer:
+    """Shows a run's service to scrapers while it runs, and writes its metrics to a file at the end.
+
+    Args:
+        server: Serves `/metrics`; None: nothing is served.
+        dump: File for the metrics at the end, in Prometheus's text format; None: none.
+    """
+
+    def __init__(self, server: MetricsServer | None, dump: Path | None) -> None:
+        self._server = server
+        self._dump = dump
+
+    @asynccontextmanager
+    async def beside(self, service: OffloadService) -> AsyncIterator[None]:
+        """Look at `service` while the block runs."""
+        if self._server is not None:
+            self._server.show(service.metrics, lambda: service.health().ok)
+        try:
+            yield
+        finally:
+            if self._server is not None:
+                self._server.show(service.metrics)
+        if self._dump is not None:
+            dump = self._dump
+            await in_thread(lambda: dump.write_bytes(service.metrics.render()[0]), "kvoffload-dump")
