@@ -62,6 +62,8 @@ _PUBLIC: dict[str, str] = {
     "OffloadingSpecFactory": "kvoffload.spec.factory",
     "CPUOffloadingSpec": "kvoffload.spec.cpu",
     "OffloadEngine": "kvoffload.service.engine",
+    "RemoteWorkers": "kvoffload.service.ranks.remote",
+    "OffloadRankWorker": "kvoffload.service.ranks.rank_worker",
     "OffloadService": "kvoffload.service.service",
     "OffloadRequest": "kvoffload.service.request",
     "LoadResult": "kvoffload.service.results",

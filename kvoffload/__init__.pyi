@@ -41,6 +41,8 @@ from kvoffload.memory.canonical import CanonicalKVCaches as CanonicalKVCaches
 from kvoffload.memory.canonical import CanonicalKVCacheTensor as CanonicalKVCacheTensor
 from kvoffload.memory.region import SharedOffloadRegion as SharedOffloadRegion
 from kvoffload.service.engine import OffloadEngine as OffloadEngine
+from kvoffload.service.ranks.rank_worker import OffloadRankWorker as OffloadRankWorker
+from kvoffload.service.ranks.remote import RemoteWorkers as RemoteWorkers
 from kvoffload.service.request import OffloadRequest as OffloadRequest
 from kvoffload.service.results import Health as Health
 from kvoffload.service.results import JobDone as JobDone

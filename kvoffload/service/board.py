@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 
 from kvoffload.errors import TransferError
 from kvoffload.service.jobs import Job, JobKind, Transfer
-from kvoffload.transfer.base import TransferResult
-from kvoffload.transfer.worker import OffloadingWorker
+from kvoffload.transfer.base import TransferResult, TransferWorker
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ class TransferBoard:
 
     def __init__(
         self,
-        worker: OffloadingWorker,
+        worker: TransferWorker,
         deadlines: Mapping[JobKind, float],
         clock: Callable[[], float],
         on_ended: Ended,

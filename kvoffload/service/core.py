@@ -110,6 +110,9 @@ class Core:
 
     Attributes:
         generation: Resets so far; a job of an older generation moves bytes of an older content.
+        absent: Which ranks are missing; None when all are up.
+        ranks_expected: Ranks that a transfer needs.
+        ranks_up: Those of them that are there.
         fault: Why the service is unhealthy; None when it is healthy.
         writing: Which job writes a key that is not readable yet.
         ring: Makes the owner poll soon.
@@ -138,6 +141,8 @@ class Core:
         self.last_use = LastUse(2 * capacity)
         self.writing: dict[OffloadKey, Job] = {}
         self.generation = 0
+        self.absent: str | None = None
+        self.ranks_expected = self.ranks_up = 1
         self.fault: BaseException | None = None
         self.fault_reason = ""
         self.enabled = True
@@ -159,7 +164,7 @@ class Core:
     @property
     def serving(self) -> bool:
         """Loads may hit."""
-        return self.enabled and self.fault is None
+        return self.enabled and self.fault is None and self.absent is None
 
     @property
     def wants_infos(self) -> bool:

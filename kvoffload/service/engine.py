@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
+from kvoffload.errors import UsageError
 from kvoffload.keys import BlockChain, OffloadKey
 from kvoffload.manager.base import ReqContext, RequestOutcome
 from kvoffload.manager.specs import GPULoadStoreSpec
@@ -22,13 +24,17 @@ from kvoffload.service.reports import collect_stats, explain
 from kvoffload.service.results import BlockReport, Health, JobDone, LoadOutcome, LoadResult, PrefixMatch, Stats
 from kvoffload.transfer.base import HOST_VISIBLE, JobId, Ready
 
+if TYPE_CHECKING:
+    from kvoffload.service.ranks.remote import RemoteWorkers
+
 
 class OffloadEngine(EngineLife):
     """Offloads KV-cache blocks for one model replica; synchronous, one owner thread.
 
     Args:
         config: What to do.
-        kv_caches: The GPU side.
+        kv_caches: The GPU side in this process; None with `workers`.
+        workers: Ranks in other processes, which own the GPU side; None with `kv_caches`.
         spec: Manager and handlers to use instead of those that `config.spec_name` names.
         events: Where residency changes go.
         metrics: Where counts go, instead of a recorder of its own.
@@ -196,6 +202,26 @@ class OffloadEngine(EngineLife):
         """Pass GPU blocks to `free` as soon as no copy can touch them, each once."""
         self._core.book.give_back(gpu_blocks, free)
 
+    # ---- ranks with the piggyback transport
+
+    def take_commands(self) -> bytes:
+        """Return what every rank has to do next; it goes into the step message to each rank."""
+        return self._ranks().take_commands()
+
+    def apply_results(self, rank: int, results: bytes) -> None:
+        """Take what `OffloadRankWorker.execute` returned on a rank; `poll` then knows what ended."""
+        self._ranks().apply_results(rank, results)
+
+    def note_step(self, step: int) -> None:
+        """Say that the results of step `step` came back; with `debug_checks` ranks refuse stores of a later step."""
+        self._ranks().note_step(step)
+
+    def _ranks(self) -> RemoteWorkers:
+        self.check()
+        if self.ground.workers is None:
+            raise UsageError("this engine has no rank processes")
+        return self.ground.workers
+
     # ---- the cache as a whole
 
     def reset_cache(self) -> int:
@@ -251,6 +277,8 @@ class OffloadEngine(EngineLife):
         core = self._core
         if core.fault is not None:
             return Health(ok=False, reason=f"{core.fault_reason}: {core.fault!r}")
+        if core.absent is not None:
+            return Health(ok=False, reason=core.absent)
         if self._board.num_hung:
             return Health(ok=True, reason=f"{self._board.num_hung} transfers are hung, their blocks are quarantined")
         return Health(ok=True, reason="" if core.enabled else "disabled")

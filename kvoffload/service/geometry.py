@@ -13,7 +13,6 @@ from kvoffload.config import OffloadConfig
 from kvoffload.errors import UsageError
 from kvoffload.keys import GroupLayout, OffloadKey
 from kvoffload.manager.specs import GPULoadStoreSpec
-from kvoffload.memory.canonical import CanonicalKVCaches
 
 Tables = Sequence[Sequence[int]]
 """GPU block ids per group."""
@@ -38,19 +37,26 @@ class BlockGeometry:
         self.spans = tuple(group.block_size * group.factor for group in self.groups)
 
     @classmethod
-    def of(cls, config: OffloadConfig, kv_caches: CanonicalKVCaches) -> Self:
+    def of(
+        cls, config: OffloadConfig, group_page_sizes: Sequence[Sequence[int]], num_gpu_blocks: int, num_ranks: int = 1
+    ) -> Self:
         """Return the geometry of KV caches under a configuration; one configured block size serves all groups.
+
+        Args:
+            config: Block sizes.
+            group_page_sizes: Bytes of a page of each layer, per group, on one rank.
+            num_gpu_blocks: GPU blocks per tensor.
+            num_ranks: Ranks that each hold such pages.
 
         Raises:
             UsageError: The configuration names another number of groups than the KV caches have.
         """
-        groups, num_groups = config.group_layouts(), len(kv_caches.group_data_refs)
+        groups, num_groups = config.group_layouts(), len(group_page_sizes)
         if len(groups) == 1:
             groups *= num_groups
         if len(groups) != num_groups:
             raise UsageError(f"gpu_block_size names {len(groups)} groups, the KV caches have {num_groups}")
-        block_bytes = [sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs]
-        return cls(groups, block_bytes, kv_caches.num_blocks)
+        return cls(groups, [sum(pages) * num_ranks for pages in group_page_sizes], num_gpu_blocks)
 
     @property
     def block_size(self) -> int:

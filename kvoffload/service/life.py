@@ -30,17 +30,17 @@ from kvoffload.service.geometry import BlockGeometry
 from kvoffload.service.leases import LeaseDesk
 from kvoffload.service.ledger import LoadLedger
 from kvoffload.service.loads import LoadDesk
+from kvoffload.service.opening import Ground
 from kvoffload.service.results import Stats
 from kvoffload.service.roster import Roster
 from kvoffload.service.settling import FAULT_POLL_SECONDS, Settler
 from kvoffload.service.stores import StoreDesk
 from kvoffload.service.telemetry import Telemetry
-from kvoffload.spec.base import KVCacheConfig, OffloadingSpec
-from kvoffload.spec.factory import OffloadingSpecFactory
-from kvoffload.transfer.worker import OffloadingWorker
+from kvoffload.spec.base import OffloadingSpec
 
 if TYPE_CHECKING:
     from kvoffload.metrics.exposition import MetricsExposition
+    from kvoffload.service.ranks.remote import RemoteWorkers
 
 _undrained: list[object] = []
 """What copies that outlived their engine still use; it stays alive, and mapped, on purpose."""
@@ -58,24 +58,19 @@ class EngineLife(ABC):
     def __init__(
         self,
         config: OffloadConfig,
-        kv_caches: CanonicalKVCaches,
+        kv_caches: CanonicalKVCaches | None = None,
         *,
+        workers: RemoteWorkers | None = None,
         spec: OffloadingSpec | None = None,
         events: EventSink | None = None,
         metrics: MetricsSink | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
-        self.kv_caches = kv_caches
-        self.spec = (
-            spec
-            if spec is not None
-            else OffloadingSpecFactory.create_spec(config, KVCacheConfig.from_canonical(kv_caches, config))
-        )
-        self.geometry = BlockGeometry.of(config, kv_caches)
+        self.ground = Ground(config, kv_caches, workers, spec)
         self._events, self._clock = events, clock
         self.recorder: MetricsSink = metrics if metrics is not None else MetricsRecorder()
-        self.telemetry = Telemetry(config, self.geometry, self.recorder, events)
+        self.telemetry = Telemetry(config, self.recorder, events)
         self._exposition: MetricsExposition | None = None
         self._owner: int | None = None
         self._pid = os.getpid()
@@ -96,17 +91,13 @@ class EngineLife(ABC):
         """
         if self._started:
             raise UsageError("the engine was started before")
-        manager = self.spec.get_manager()
         self.bridge = CompletionBridge()
-        worker = OffloadingWorker()
         try:
-            for src_cls, dst_cls, handler in self.spec.get_handlers(self.kv_caches):
-                worker.register_handler(src_cls, dst_cls, handler)
+            worker = self.ground.open()
         except BaseException:
-            worker.shutdown()
-            self.spec.shutdown()
             self.bridge.close()
             raise
+        manager = self.spec.get_manager()
         worker.set_notify(self.bridge.notify)
         config = self.config
         core = self._core = Core(
@@ -119,6 +110,7 @@ class EngineLife(ABC):
             ring=self.bridge.notify,
         )
         core.enabled = config.enabled
+        core.ranks_expected = core.ranks_up = config.world_size if self.ground.workers is not None else 1
         self._roster = Roster(core)
         self._settler = Settler(core)
         deadlines = {"load": config.load_deadline_seconds, "store": config.store_deadline_seconds}
@@ -136,11 +128,25 @@ class EngineLife(ABC):
         self.leases = LeaseDesk(core, config.lease_seconds)
         self._settler.attach(board, self.loads, self.stores)
         self.ledger = LoadLedger(core.metrics, config.prefill_tokens_per_second)
-        self.telemetry.link_bytes_per_second = self.spec.measure_link(self.kv_caches)
+        self.telemetry.link_bytes_per_second = self.ground.measure_link()
         self.telemetry.start(core, self.ledger, self.stats)
         if self._exposition is None:  # its library takes a while to import: not later, on the loop
             self._exposition = self.metrics
         self._started = True
+
+    @property
+    def spec(self) -> OffloadingSpec:
+        """What the configuration means here; with ranks it is known after `start`."""
+        if self.ground.spec is None:
+            raise UsageError("the engine was not started: its ranks have not joined")
+        return self.ground.spec
+
+    @property
+    def geometry(self) -> BlockGeometry:
+        """How sequences are cut into blocks; with ranks it is known after `start`."""
+        if self.ground.geometry is None:
+            raise UsageError("the engine was not started: its ranks have not joined")
+        return self.ground.geometry
 
     def adopt(self) -> None:
         """Make the calling thread the owner."""
@@ -239,7 +245,7 @@ class EngineLife(ABC):
                 f"copies of jobs {jobs} still run; host memory stays mapped, GPU blocks {blocks} must not be reused",
                 jobs=jobs,
             )
-            _undrained.append((self.spec, self.kv_caches, self._board.worker))
+            _undrained.append((self.ground, self._board.worker))
         self._last_stats = self.stats()
         self._closed = True
 
@@ -279,6 +285,7 @@ class EngineLife(ABC):
     def _poll(self) -> None:
         try:
             self.bridge.consume()
+            self._core.absent, self._core.ranks_up = self._board.worker.absent(), self._board.worker.num_up()
             self._board.poll()
         except Exception as error:  # noqa: BLE001 - whatever a handler raises makes the service unhealthy
             self._core.fail("polling the handlers failed", error)

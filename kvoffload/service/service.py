@@ -31,6 +31,7 @@ from kvoffload.spec.base import OffloadingSpec
 
 if TYPE_CHECKING:
     from kvoffload.metrics.exposition import MetricsExposition
+    from kvoffload.service.ranks.remote import RemoteWorkers
 
 
 class OffloadService:
@@ -40,7 +41,8 @@ class OffloadService:
 
     Args:
         config: What to do.
-        kv_caches: The GPU side.
+        kv_caches: The GPU side in this process; None with `workers`.
+        workers: Ranks in other processes, which own the GPU side; None with `kv_caches`.
         spec: Manager and handlers to use instead of those that `config.spec_name` names.
         events: Where residency changes go, instead of the feed that `config.events` describes.
         metrics: Where counts go, instead of a recorder of its own.
@@ -50,8 +52,9 @@ class OffloadService:
     def __init__(
         self,
         config: OffloadConfig,
-        kv_caches: CanonicalKVCaches,
+        kv_caches: CanonicalKVCaches | None = None,
         *,
+        workers: RemoteWorkers | None = None,
         spec: OffloadingSpec | None = None,
         events: EventSink | None = None,
         metrics: MetricsSink | None = None,
@@ -59,7 +62,9 @@ class OffloadService:
     ) -> None:
         self.config = config
         self.clock = clock
-        self.engine = OffloadEngine(config, kv_caches, spec=spec, events=events, metrics=metrics, clock=clock)
+        self.engine = OffloadEngine(
+            config, kv_caches, workers=workers, spec=spec, events=events, metrics=metrics, clock=clock
+        )
         self.release_waits: set[Wait] = set()
         self._open: dict[str, OffloadRequest] = {}
         self._loop: asyncio.AbstractEventLoop | None = None

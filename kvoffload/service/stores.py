@@ -129,7 +129,7 @@ class StoreDesk:
 
     def _refusal(self, request: RequestState, counts: Sequence[int]) -> StoreReason | None:
         core = self._core
-        if core.fault is not None:
+        if core.fault is not None or core.absent is not None:
             return "unhealthy"
         if not core.enabled:
             return "disabled"

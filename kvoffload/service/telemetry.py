@@ -20,7 +20,6 @@ from kvoffload.metrics.manager_view import manager_values
 from kvoffload.metrics.snapshot import HistogramData, MetricsSnapshot
 from kvoffload.service.core import Core
 from kvoffload.service.feed_view import FeedStatistics, feed_values
-from kvoffload.service.geometry import BlockGeometry
 from kvoffload.service.ledger import LoadLedger
 from kvoffload.service.results import Stats
 
@@ -113,13 +112,11 @@ class Telemetry:
 
     Args:
         config: The engine's configuration.
-        geometry: Its block sizes.
         recorder: Where the service counts.
         events: The events sink, asked for the feed's numbers.
     """
 
-    def __init__(self, config: OffloadConfig, geometry: BlockGeometry, recorder: MetricsSink, events: object) -> None:
-        first = geometry.groups[0]
+    def __init__(self, config: OffloadConfig, recorder: MetricsSink, events: object) -> None:
         self.recorder = recorder
         self.link_bytes_per_second: dict[str, float] = {}
         self._events = events
@@ -128,20 +125,22 @@ class Telemetry:
             "version": __version__,
             "policy": config.eviction_policy,
             "spec": config.spec_name,
-            "block_size": str(geometry.spans[0]),
-            "block_size_factor": str(first.factor),
+            "block_size_factor": str(config.block_size_factor),
             "feed": "on" if isinstance(events, FeedStatistics) else "off",
         }
-        self._sizes: dict[str, Mapping[str, float]] = {
-            "cache_block_bytes": {"": sum(geometry.block_bytes) * first.factor},
-            "block_tokens": {"": geometry.spans[0]},
-        }
+        self._sizes: dict[str, Mapping[str, float]] = {}
         self._more: list[Callable[[], Values]] = []
         self._core: Core | None = None
         self._final: MetricsSnapshot | None = None
 
     def start(self, core: Core, ledger: LoadLedger, read_stats: Callable[[], Stats]) -> None:
         """The engine has its parts."""
+        geometry = core.geometry
+        self._info["block_size"] = str(geometry.spans[0])
+        self._sizes = {
+            "cache_block_bytes": {"": sum(geometry.block_bytes) * geometry.groups[0].factor},
+            "block_tokens": {"": geometry.spans[0]},
+        }
         self._core, self._ledger, self._read_stats = core, ledger, read_stats
         self._started_unix_seconds = time.time()
         self._desk = SnapshotDesk(self.snapshot, core.ring)
@@ -177,11 +176,11 @@ class Telemetry:
             state: Values = {
                 "link_bytes_per_second": self.link_bytes_per_second,
                 "prefill_tokens_per_second": {"": self._ledger.tokens_per_second},
-                "healthy": {"": int(not closed and core.fault is None)},
+                "healthy": {"": int(not closed and core.fault is None and core.absent is None)},
                 "enabled": {"": int(not closed and core.enabled)},
                 "stores_paused": {"": int(core.stores_paused)},
-                "ranks_expected": {"": 1},
-                "ranks_up": {"": int(not closed)},
+                "ranks_expected": {"": core.ranks_expected},
+                "ranks_up": {"": 0 if closed else core.ranks_up},
                 "start_time_seconds": {"": self._started_unix_seconds},
             }
             parts += [stats_values(stats), state, *(read() for read in self._more)]

@@ -8,9 +8,9 @@ moves for that job.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NewType
+from typing import Any, Literal, NewType, Protocol
 
 from kvoffload.manager.specs import LoadStoreSpec
 
@@ -109,3 +109,31 @@ class OffloadingHandler(ABC):
         Copies that have not started within `timeout` seconds end as failed without moving a byte; one that is running
         by then keeps running and stays in `pending_jobs`. Results can still be fetched afterwards.
         """
+
+
+class TransferWorker(Protocol):
+    """What runs transfers for the service: an `OffloadingWorker` in this process, or ranks in others."""
+
+    def set_notify(self, callback: Callable[[], None] | None) -> None:
+        """Call `callback` from any thread whenever `get_finished` has news."""
+
+    def transfer_async(self, job_id: int, spec: TransferSpec, ready: Ready = HOST_VISIBLE) -> bool:
+        """Queue one transfer; False if it was refused."""
+
+    def take_submit_error(self, job_id: int) -> BaseException | None:
+        """Return why a transfer was refused, once."""
+
+    def get_finished(self) -> list[TransferResult]:
+        """Return what finished since the last call."""
+
+    def take_handler_errors(self) -> Mapping[TransferType, BaseException]:
+        """Return, once, what broke while polling."""
+
+    def absent(self) -> str | None:
+        """Return who is missing for transfers to be possible; None when nobody is."""
+
+    def num_up(self) -> int:
+        """Return how many ranks are there."""
+
+    def shutdown(self, timeout: float = 10.0) -> None:
+        """Let queued copies end, then release everything; idempotent."""

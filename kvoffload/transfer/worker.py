@@ -94,6 +94,14 @@ class OffloadingWorker:
         errors, self._handler_errors = self._handler_errors, {}
         return errors
 
+    def absent(self) -> str | None:
+        """Return None: handlers in this process are always there."""
+        return None
+
+    def num_up(self) -> int:
+        """Return 1: this process."""
+        return 1
+
     def wait(self, job_ids: set[int], timeout: float | None = None) -> bool:
         """Block until the given jobs have ended; return False if that took longer than `timeout` seconds in all."""
         deadline = None if timeout is None else time.monotonic() + timeout

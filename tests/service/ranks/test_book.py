@@ -1,0 +1,85 @@
+"""Commands are numbered, reports are joined, strangers and ghosts are dropped."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.errors import TransferError
+from kvoffload.service.ranks.book import RankBook
+from kvoffload.service.ranks.wire import Command, Report, Reports, decode_commands
+
+COMMAND = Command(7, True, b"", [0], [0], b"")
+
+
+def _report(book, rank, *, success=True, incarnation=None, epoch=None, job=7):
+    report = Report(job, success, 10, 0.1 * (rank + 1), 0.2, None if success else "link down")
+    return Reports(epoch or book.epoch, incarnation or rank + 100, rank, [report])
+
+
+@pytest.fixture
+def book():
+    book = RankBook(2, 42)
+    book.join(0, 100)
+    book.join(1, 101)
+    return book
+
+
+def test_job_ends_when_every_rank_has_reported_and_sizes_add_up(book):
+    book.submit(COMMAND)
+    book.report(_report(book, 1))
+    assert book.take_ended() == []
+    book.report(_report(book, 0))
+    (result,) = book.take_ended()
+    assert (result.job_id, result.success, result.transfer_size, result.queue_time) == (7, True, 20, 0.2)
+    assert book.pending() == []
+
+
+def test_one_failure_fails_the_job_but_it_ends_only_with_the_last_report(book):
+    book.submit(COMMAND)
+    book.report(_report(book, 0, success=False))
+    assert book.take_ended() == []
+    book.report(_report(book, 1))
+    (result,) = book.take_ended()
+    assert not result.success
+    assert str(result.error) == "rank 0: link down"
+
+
+@pytest.mark.parametrize("change", [{"epoch": 41}, {"incarnation": 999}, {"job": 8}])
+def test_reports_of_another_life_are_dropped_and_counted(book, change):
+    book.submit(COMMAND)
+    book.report(_report(book, 0, **change))
+    book.report(_report(book, 1))
+    assert book.take_ended() == []
+    assert book.stale_reports == 1
+
+
+def test_second_report_of_a_rank_is_dropped(book):
+    book.submit(COMMAND)
+    book.report(_report(book, 0))
+    book.report(_report(book, 0))
+    assert (book.take_ended(), book.stale_reports) == ([], 1)
+
+
+def test_missing_rank_refuses_new_jobs_and_ends_what_it_owed(book):
+    book.submit(COMMAND)
+    book.report(_report(book, 0))
+    book.leave(1, "process 5 ended")
+    (result,) = book.take_ended()
+    assert str(result.error) == "rank 1 is gone: process 5 ended"
+    with pytest.raises(TransferError, match="rank 1 of 2 is missing"):
+        book.submit(COMMAND)
+    book.join(1, 201)
+    book.submit(COMMAND)
+    assert decode_commands(book.take(1)).first == 1, "a new process knows of no earlier command"
+    assert decode_commands(book.take(0)).first == 1
+    assert book.take(0) is None
+
+
+def test_commands_are_numbered_in_order(book):
+    book.submit(COMMAND)
+    assert decode_commands(book.take(0)).first == 1
+    book.submit(COMMAND)
+    book.submit(COMMAND)
+    batch = decode_commands(book.take(0))
+    assert (batch.first, len(batch.commands), batch.epoch) == (2, 2, 42)
+    assert len(decode_commands(book.take(1)).commands) == 3
