@@ -175,18 +175,24 @@ class EventsConfig(_Model):
     """ZeroMQ endpoint that answers replay requests; None: no replay."""
     bind: bool | Literal["auto"] = True
     """True binds, False connects, "auto" follows vLLM: it connects unless the host is a wildcard or the path local."""
-    consumer: Literal["vllm", "dynamo", "llm-d", "vllm-router", "aibrix"] = "vllm"
-    """Whom the feed must suit; sets encoding, topic, contiguity and sequence start where they are not given."""
+    consumer: Annotated[
+        tuple[Literal["vllm", "dynamo", "llm-d", "vllm-router", "aibrix"], ...], BeforeValidator(_items)
+    ] = ("vllm",)
+    """Whom this endpoint must suit; sets encoding, topic, contiguity and sequence start where they are not given."""
     pod: str | None = None
     """Name of this pod in the topic; default: the instance id."""
     topic: str | None = None
     """Topic frame; default `kv@<pod>@<model>`."""
     dp_rank: Integer = Field(default=0, ge=0)
-    """Data-parallel rank in each batch."""
+    """Data-parallel rank in each batch; added to the ports."""
+    ranks: Integer = Field(default=1, ge=1)
+    """Data-parallel ranks on this host: their ports must not overlap."""
     media: Annotated[tuple[Literal["GPU", "CPU", "STORAGE"], ...], BeforeValidator(_items)] = ("GPU", "CPU")
     """Media that are announced."""
     merge_from: Names = ()
     """Feeds of the engine that are merged into this one."""
+    merge_replay_from: Names = ()
+    """Replay endpoints of those feeds, in the same order."""
     encoding: Literal["map", "array"] | None = None
     """How an event is packed; default: what the consumer reads."""
     hash_mode: Literal["uint64", "bytes"] = "uint64"
@@ -201,14 +207,20 @@ class EventsConfig(_Model):
     """How long events are collected into one batch."""
     heartbeat_seconds: Seconds = 1.0
     """Silence after which an empty batch is sent; 0: none."""
+    start_announcement: bool = True
+    """Take the first number to tell that a new life began."""
     replay_window: Integer = Field(default=10_000, ge=1)
     """Sequence numbers that can be replayed one by one."""
     max_queue_size: Integer = Field(default=100_000, ge=1)
-    """Events that may wait for the sender; beyond it sends are dropped, changes are not."""
+    """Publications that may wait for the sender; beyond it sends are dropped, changes are not."""
     max_tombstones: Integer = Field(default=1_000_000, ge=0)
     """Removed blocks remembered for consumers that come back after the window."""
     max_sequences: Integer = Field(default=5_000_000, ge=1)
     """Numbers after which a strict feed starts a new life."""
+    indexer: str | None = None
+    """URL of a Dynamo indexer where the feed registers itself at start and close."""
+    also: tuple[EventsConfig, ...] = ()
+    """Further endpoints of the same events, each with its own consumer, numbers and journal."""
 
 
 def _events(value: object) -> object:

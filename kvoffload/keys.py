@@ -336,6 +336,10 @@ class BlockChain:
             sliding_window=group.sliding_window,
         )
 
+    def extra_keys_of(self, block: int, group_idx: int = 0) -> tuple[Any, ...] | None:
+        """Return the extra keys of one engine block of a group, in vLLM's order; None when it has none."""
+        return self._extra_of(block, self.groups[group_idx].block_size // self.hash_block_size)
+
     def _extra_of(self, block: int, step: int) -> tuple[Any, ...] | None:
         """Return the extra keys of one engine block in vLLM's order: adapter, multimodal, salt (first block only)."""
         parts: list[Any] = [self.lora_name] if self.lora_name is not None else []

@@ -31,13 +31,16 @@ class Fold:
 
     lost: int = 0
     _changes: dict[tuple[OffloadKey, str], _Change] = field(default_factory=dict)
+    _late: dict[OffloadKey, BlockInfo] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._changes)
 
     def add(self, events: Sequence[OffloadingEvent], infos: Mapping[OffloadKey, BlockInfo]) -> None:
-        """Fold one publication."""
+        """Fold one publication; without events, the infos describe held blocks."""
         self.lost += 1
+        if not events:
+            self._late.update(infos)
         changes = self._changes
         for event in events:
             step = -1 if event.removed else 1
@@ -56,7 +59,7 @@ class Fold:
         for (key, medium), change in self._changes.items():
             for _ in range(-change.net):
                 residency.remove(key, medium)
-        late: dict[OffloadKey, BlockInfo] = {}
+        late = self._late
         for (key, medium), change in self._changes.items():
             for _ in range(change.net):
                 residency.store(key, medium, change.info)

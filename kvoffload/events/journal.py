@@ -225,6 +225,18 @@ class Journal:
             self._batch.add(self.codec.cleared)
         self.seal(empty=True)
 
+    def new_life(self) -> None:
+        """Begin again at number 0: consumers clear, and hear what is announced once more."""
+        self.seal()
+        nodes = list(self._nodes.values())
+        self._nodes.clear()
+        self._log.clear()
+        self._logged_changes = 0
+        self.first = self.next = self._oldest = 0
+        self.start_life()
+        self.restore(nodes)
+        self.seal()
+
     def seal(self, *, empty: bool = False) -> None:
         """End the batch under construction: it gets its number. With `empty`, also when it holds nothing."""
         if not len(self._batch) and not empty:

@@ -1,15 +1,44 @@
-"""Replays on the wire: dead numbers, the end marker, and the thread that answers."""
+"""Replays on the wire: dead numbers, the end marker, and the thread that answers.
+
+Requests arrive on a ROUTER socket as `[b""][what]`: eight bytes (a start sequence), `describe` or `snapshot`. Replay
+messages are `[b""][topic][sequence][payload]`; the end is `[b""][b""][ff x 8][b""]`. A snapshot is
+`[b""][b"snapshot"][JSON]`, then the announced blocks under the number of the cut, then the end marker. Anything else is
+answered by a JSON error.
+
+ROUTER_MANDATORY makes a full pipe an error instead of a silent loss: the message is kept and tried again, so a slow
+reader gets everything, and the end marker too. Each replay sends a bounded share per turn; live publishing goes on in
+another thread and never waits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, cast
 
-from kvoffload.events.compaction import ReplayBatch
+import zmq
+
+from kvoffload.events.compaction import ReplayBatch, compact
 from kvoffload.events.journal import Cut
-from kvoffload.events.wire import Codec, sequence_frame
+from kvoffload.events.lane import Lane
+from kvoffload.events.wire import END_SEQUENCE, Codec, sequence_frame
+
+logger = logging.getLogger(__name__)
 
 RELAXED_RUN = 1000
 """A relaxed replay leaves out runs of more dead numbers than this."""
+MAX_ACTIVE = 8
+"""Replays answered at once; more wait their turn."""
+SNAPSHOT_EVENTS = 1024
+"""Events in one message of a snapshot."""
+_TURN_MESSAGES, _TURN_BYTES = 512, 4 << 20
+_STALL_SECONDS = 120.0
+_IDLE_POLL_MS, _BLOCKED_POLL_MS = 100, 2
 
 
 def fill(
@@ -38,3 +67,182 @@ def fill(
     if number <= cut.last:
         yield from dead(cut.last)
         yield sequence_frame(cut.last), empty
+
+
+def snapshot_payloads(cut: Cut, lane: Lane) -> Iterator[bytes]:
+    """Yield the announced blocks, parents first, in payloads of a bounded number of events."""
+    codec, ts8 = lane.codec, cut.stamp[8:]
+    for batch in compact(cut, codec, lane.journal.tiers):
+        events = [event for event in batch.events if event != codec.cleared]
+        for start in range(0, len(events), SNAPSHOT_EVENTS):
+            yield codec.payload(ts8, events[start : start + SNAPSHOT_EVENTS])
+
+
+class _Answer:
+    """One request being answered: an iterator of messages and the one that did not fit."""
+
+    def __init__(self, lane: Lane, identity: bytes, messages: Iterator[tuple[bytes, ...]], now: float) -> None:
+        self.lane = lane
+        self.identity = identity
+        self.messages = messages
+        self.pending: tuple[bytes, ...] | None = None
+        self.progress_at = now
+
+    def turn(self, now: float) -> bool | None:
+        """Send one share: True when finished, False when more can be sent at once, None when the pipe is full."""
+        router, counters = self.lane.router, self.lane.counters
+        if router is None:
+            return True
+        send, messages, prefix = router.send_multipart, self.messages, (self.identity, b"")
+        sent_bytes = 0
+        for _ in range(_TURN_MESSAGES):
+            message = self.pending or next(messages, None)
+            if message is None:
+                return True
+            try:
+                send(prefix + message, zmq.NOBLOCK)
+            except zmq.Again:
+                self.pending = message
+                return None
+            except zmq.ZMQError:  # the reader has gone
+                return True
+            self.pending = None
+            self.progress_at = now
+            counters.replay_messages += 1
+            sent_bytes += len(message[-1])
+            counters.replay_bytes += len(message[-1])
+            if sent_bytes > _TURN_BYTES:
+                break
+        return False
+
+
+class ReplayServer:
+    """Answers the replay sockets of all lanes in one thread.
+
+    Args:
+        lanes: Whom to answer for.
+        describe: Makes the answer to `describe` for a lane.
+        on_tick: Called about ten times a second in this thread (subscriber counts).
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        describe: Callable[[Lane], dict[str, Any]],
+        on_tick: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lanes = {lane.router: lane for lane in lanes if lane.router is not None}
+        self._describe = describe
+        self._on_tick = on_tick
+        self._clock = clock
+        self._active: deque[_Answer] = deque()
+        self._waiting: deque[_Answer] = deque()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvoffload-replay", daemon=True)
+
+    @property
+    def active(self) -> int:
+        """Answers under way."""
+        return len(self._active) + len(self._waiting)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, timeout: float) -> bool:
+        """Stop the thread; False when it did not end in time."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for router in self._lanes:
+            poller.register(router, zmq.POLLIN)
+        blocked = False
+        tick_at = 0.0
+        while not self._stop.is_set():
+            wait = _IDLE_POLL_MS if not self._active else _BLOCKED_POLL_MS if blocked else 0
+            try:
+                for router, _ in poller.poll(wait):
+                    self._take(cast("zmq.Socket[bytes]", router))
+                if not self._lanes:
+                    self._stop.wait(_IDLE_POLL_MS / 1000)
+                blocked = self._turn()
+                now = self._clock()
+                if now >= tick_at:
+                    tick_at = now + _IDLE_POLL_MS / 1000
+                    self._on_tick()
+            except Exception:
+                logger.exception("the replay thread goes on after an error")
+                self._stop.wait(0.1)
+
+    def _turn(self) -> bool:
+        """Give each active answer its share; return whether all of them are blocked."""
+        while self._waiting and len(self._active) < MAX_ACTIVE:
+            self._active.append(self._waiting.popleft())
+        now, blocked = self._clock(), bool(self._active)
+        for _ in range(len(self._active)):
+            answer = self._active.popleft()
+            outcome = answer.turn(now)
+            if outcome is True:
+                blocked = False
+                continue
+            if outcome is None and now - answer.progress_at > _STALL_SECONDS:
+                answer.lane.counters.replays_given_up += 1
+                logger.warning("a replay on %s was given up: its reader has stopped", answer.lane.replay_endpoint)
+                continue
+            blocked = blocked and outcome is None
+            self._active.append(answer)
+        return blocked
+
+    def _take(self, router: zmq.Socket[bytes]) -> None:
+        lane = self._lanes[router]
+        with suppress(zmq.Again):
+            while True:
+                identity, *frames = router.recv_multipart(zmq.NOBLOCK)
+                request = frames[-1] if frames else b""
+                self._waiting.append(_Answer(lane, identity, self._messages(lane, request), self._clock()))
+
+    def _messages(self, lane: Lane, request: bytes) -> Iterator[tuple[bytes, ...]]:
+        if request == b"describe":
+            yield b"describe", json.dumps(self._describe(lane)).encode()
+        elif request == b"snapshot":
+            yield from self._snapshot(lane)
+        elif len(request) == 8:
+            yield from self._replay(lane, int.from_bytes(request, "big"))
+        else:
+            error = {
+                "error": f"unknown request {request[:64]!r}",
+                "known": ["8 bytes: sequence", "describe", "snapshot"],
+            }
+            yield b"error", json.dumps(error).encode()
+
+    def _replay(self, lane: Lane, start: int) -> Iterator[tuple[bytes, ...]]:
+        with lane.lock:
+            cut = lane.journal.cut(start)
+        lane.counters.replays += 1
+        if cut.incomplete:
+            lane.counters.incomplete_replays += 1
+            logger.warning(
+                "a replay from %d on %s may leave dead blocks behind: %d removals were forgotten",
+                start, lane.replay_endpoint, lane.journal.tombstones_discarded,
+            )  # fmt: skip
+        run = RELAXED_RUN if lane.settings.contiguity == "relaxed" else None
+        topic = lane.topic
+        batches = compact(cut, lane.codec, lane.journal.tiers)
+        for sequence, payload in fill(cut, batches, lane.codec, skip_runs_over=run):
+            yield topic, sequence, payload
+        yield b"", END_SEQUENCE, b""
+
+    def _snapshot(self, lane: Lane) -> Iterator[tuple[bytes, ...]]:
+        with lane.lock:
+            cut = lane.journal.cut(lane.journal.first)
+        head = {"epoch": cut.first, "life": lane.counters.lives, "cut": cut.last, "blocks": len(cut.live)}
+        yield b"snapshot", json.dumps(head).encode()
+        sequence = sequence_frame(max(cut.last, 0))
+        for payload in snapshot_payloads(cut, lane):
+            yield lane.topic, sequence, payload
+        yield b"", END_SEQUENCE, b""

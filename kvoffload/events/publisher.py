@@ -1,0 +1,461 @@
+"""The publisher: an `EventSink` that never blocks, and the thread that owns everything behind it.
+
+`publish` appends to a queue and returns. When the queue is full the changes fold into one entry per block (see
+`kvoffload.events.fold`): the send is lost, consumers see a gap in the sequence, and a replay of it holds the truth.
+The thread collects what arrives within the batching window, brings it to each lane, and sends sealed batches.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import zmq
+
+from kvoffload.config import EventsConfig, OffloadConfig
+from kvoffload.events.fold import Fold
+from kvoffload.events.lane import Lane
+from kvoffload.events.listeners import Listeners
+from kvoffload.events.replay import ReplayServer
+from kvoffload.events.residency import REASONS
+from kvoffload.events.settings import default_instance_id, resolve
+from kvoffload.events.wire import BlockStored
+from kvoffload.keys import BlockChain, BlockInfo, OffloadKey
+from kvoffload.manager.base import OffloadingEvent
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL = "kvoffload-feed/1"
+_DRAIN_LIMIT = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherStats:
+    """Counters since the start and gauges now; counts of the first endpoint where it says so.
+
+    Attributes:
+        published_batches: Batches sent live, over all endpoints; heartbeats included.
+        published_events: Events in them.
+        sent_bytes: Payload bytes of live batches.
+        dropped: Publications whose send was lost to a full queue (their changes were not).
+        lag: Publications that wait for the sender now.
+        subscribers: Subscribers connected now, over all endpoints.
+        announced: Engine blocks announced now (first endpoint).
+        withheld: Blocks present but not announced now, by reason (first endpoint).
+        withheld_total: Blocks ever withheld, by reason (first endpoint).
+        replays: Replays answered or under way.
+        active_replays: Answers under way now.
+        incomplete_replays: Replays that may leave dead blocks behind.
+        replays_given_up: Replays whose reader stopped reading.
+        replay_messages: Messages sent in replays and snapshots.
+        replay_bytes: Payload bytes of these.
+        lives: Lives of the first endpoint's sequence.
+        next_sequence: Number of the next batch (first endpoint).
+        unencodable: Blocks that have no encoding.
+        decode_errors: Events or batches of a merged feed that could not be read.
+        merge_gaps: Gaps seen in merged feeds.
+        errors: Publications that raised in the publisher's thread.
+    """
+
+    published_batches: int = 0
+    published_events: int = 0
+    sent_bytes: int = 0
+    dropped: int = 0
+    lag: int = 0
+    subscribers: int = 0
+    announced: int = 0
+    withheld: Mapping[str, int] = field(default_factory=dict)
+    withheld_total: Mapping[str, int] = field(default_factory=dict)
+    replays: int = 0
+    active_replays: int = 0
+    incomplete_replays: int = 0
+    replays_given_up: int = 0
+    replay_messages: int = 0
+    replay_bytes: int = 0
+    lives: int = 0
+    next_sequence: int = 0
+    unencodable: int = 0
+    decode_errors: int = 0
+    merge_gaps: int = 0
+    errors: int = 0
+
+
+_Publication = tuple[Sequence[OffloadingEvent], Mapping[OffloadKey, BlockInfo]]
+
+
+class _Command:
+    """Work for every lane, done in the publisher's thread in the order of the queue."""
+
+    def __init__(self, action: Callable[[Lane], object]) -> None:
+        self.action = action
+        self.done = threading.Event()
+
+
+class FeedPublisher:
+    """Publishes residency changes on one or more endpoints.
+
+    `publish`, `describe` and the `gpu_*` methods may be called from any thread; they return at once and never raise.
+    Mappings of infos are handed over: do not change them afterwards.
+
+    Args:
+        config: Endpoints and behaviour.
+        model_name: Model in the default topic.
+        instance_id: Name of this instance; default: host and process id.
+        engine_block_size: Tokens in an engine block, for `describe`.
+        clock: Wall clock in seconds: `ts` of batches, and `epoch` sequences.
+        monotonic: Monotonic clock in seconds.
+
+    Raises:
+        ConfigError: Settings that exclude each other, or an endpoint that cannot be bound.
+    """
+
+    def __init__(
+        self,
+        config: EventsConfig,
+        *,
+        model_name: str | None = None,
+        instance_id: str | None = None,
+        engine_block_size: int | None = None,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.model_name = model_name
+        self.instance_id = instance_id or default_instance_id()
+        self.engine_block_size = engine_block_size
+        self._monotonic = monotonic
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.lanes: list[Lane] = []
+        try:
+            for settings in resolve(config, model_name=model_name, instance_id=self.instance_id):
+                self.lanes.append(Lane(settings, self._context, clock))
+            self._listeners = Listeners(self.lanes, monotonic())
+        except BaseException:
+            for lane in self.lanes:
+                lane.close()
+            self._context.term()
+            raise
+        self._queue: queue.SimpleQueue[_Command | _Publication] = queue.SimpleQueue()
+        self._put = self._queue.put
+        self._size = self._queue.qsize
+        self._limit = config.max_queue_size
+        self._fold_lock = threading.Lock()
+        self._fold: Fold | None = None
+        self._dropped = 0
+        self._errors = 0
+        self._merge_gaps = 0
+        self._decode_errors = 0
+        self._warned: set[str] = set()
+        self._closed = False
+        self._stopping = threading.Event()
+        self._sent_at = monotonic()
+        self._server = ReplayServer(self.lanes, self._describe_lane, self._tick)
+        self._thread = threading.Thread(target=self._run, name="kvoffload-feed", daemon=True)
+
+    # What callers use.
+
+    @property
+    def endpoints(self) -> list[str]:
+        """Bound endpoints of the feed, with the real ports."""
+        return [lane.endpoint for lane in self.lanes]
+
+    @property
+    def replay_endpoints(self) -> list[str | None]:
+        """Bound replay endpoints, one for each of `endpoints`."""
+        return [lane.replay_endpoint for lane in self.lanes]
+
+    def start(self) -> None:
+        """Start publishing: announces the new life on every endpoint."""
+        for lane in self.lanes:
+            lane.start()
+        self._server.start()
+        self._thread.start()
+
+    def publish(self, events: Sequence[OffloadingEvent], infos: Mapping[OffloadKey, BlockInfo]) -> None:
+        """Take the manager's events. Never blocks, never raises."""
+        if self._size() >= self._limit:
+            self._overflow(events, infos)
+        else:
+            self._put((events, infos))
+
+    def describe(self, infos: Mapping[OffloadKey, BlockInfo]) -> None:
+        """Take infos of held blocks; those withheld for want of them are announced."""
+        if infos:
+            self.publish((), infos)
+
+    def reannounce(self, medium: str | None = None) -> None:
+        """Remove and store again everything announced (of one medium): right whatever a consumer holds."""
+        self._command(lambda lane: lane.journal.reannounce(medium))
+
+    def gpu_stored(self, chain: BlockChain, first_block: int, num_blocks: int, *, group_idx: int = 0) -> None:
+        """Engine blocks of `chain` became present on the GPU; each call is undone by one `gpu_removed`."""
+        layout = chain.groups[group_idx]
+        hashes = chain.block_hashes(group_idx)[: first_block + num_blocks]
+        tokens = list(chain.token_ids[first_block * layout.block_size : len(hashes) * layout.block_size])
+        extras = [chain.extra_keys_of(block, group_idx) for block in range(first_block, len(hashes))]
+        salted = chain.cache_salt is not None or chain.lora_name is not None or any(extras)
+
+        def stored(lane: Lane) -> None:
+            names = [lane.codec.hash_of(h) for h in hashes]
+            lane.residency.engine_stored(
+                BlockStored(
+                    names[first_block:],
+                    names[first_block - 1] if first_block else None,
+                    tokens,
+                    layout.block_size,
+                    None,
+                    "GPU",
+                    chain.lora_name,
+                    extras if salted else None,
+                    group_idx,
+                    layout.kind,
+                    layout.sliding_window,
+                )
+            )
+
+        if len(hashes) > first_block:
+            self._command(stored)
+
+    def gpu_removed(self, block_hashes: Sequence[bytes], *, group_idx: int = 0) -> None:
+        """Engine blocks are no longer on the GPU."""
+        gone = list(block_hashes)
+        self._command(
+            lambda lane: lane.residency.engine_removed([lane.codec.hash_of(h) for h in gone], "GPU", group_idx)
+        )
+
+    def gpu_cleared(self) -> None:
+        """The engine dropped its whole tier; what other media hold is announced again."""
+        self._command(lambda lane: lane.residency.engine_cleared("GPU"))
+
+    def flush(self, timeout: float = 5.0) -> bool:
+        """Wait until what was published before is on its way; False when it takes longer."""
+        command = self._command(lambda _lane: None)
+        return command.done.wait(timeout)
+
+    def stats(self) -> PublisherStats:
+        """Return counters and gauges; cheap, from any thread."""
+        counters = [lane.counters for lane in self.lanes]
+        first = self.lanes[0]
+        total = first.residency.withheld_total
+        return PublisherStats(
+            published_batches=sum(c.batches for c in counters),
+            published_events=sum(c.events for c in counters),
+            sent_bytes=sum(c.sent_bytes for c in counters),
+            dropped=self._dropped,
+            lag=self._queue.qsize(),
+            subscribers=sum(c.subscribers for c in counters),
+            announced=len(first.journal),
+            withheld={str(reason): count for reason, count in first.residency.withheld().items()},
+            withheld_total={str(reason): total[reason] for reason in REASONS},
+            replays=sum(c.replays for c in counters),
+            active_replays=self._server.active,
+            incomplete_replays=sum(c.incomplete_replays for c in counters),
+            replays_given_up=sum(c.replays_given_up for c in counters),
+            replay_messages=sum(c.replay_messages for c in counters),
+            replay_bytes=sum(c.replay_bytes for c in counters),
+            lives=first.counters.lives,
+            next_sequence=first.journal.next,
+            unencodable=total["unencodable"],
+            decode_errors=self._decode_errors,
+            merge_gaps=self._merge_gaps,
+            errors=self._errors,
+        )
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Send what is queued and close; idempotent. False when a thread did not end in time (its sockets stay)."""
+        if self._closed:
+            return True
+        self._closed = True
+        deadline = time.monotonic() + timeout
+        self._stopping.set()
+        self._put(_Command(lambda _lane: None))
+        if self._thread.is_alive():
+            self._thread.join(max(deadline - time.monotonic(), 0))
+        ended = self._server.stop(max(deadline - time.monotonic(), 0.2)) and not self._thread.is_alive()
+        if ended:
+            self._listeners.close()
+            for lane in self.lanes:
+                lane.close()
+            self._context.term()
+        return ended
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    # The queue.
+
+    def _command(self, action: Callable[[Lane], object]) -> _Command:
+        command = _Command(action)
+        self._put(command)
+        return command
+
+    def _overflow(self, events: Sequence[OffloadingEvent], infos: Mapping[OffloadKey, BlockInfo]) -> None:
+        with self._fold_lock:
+            if self._fold is None and self._size() < self._limit:
+                self._put((events, infos))  # the thread was faster
+                return
+            if self._fold is None:
+                self._fold = Fold()
+                self._limit = -1
+                logger.warning("the feed's queue is full: consumers will see a gap and ask for a replay")
+            self._fold.add(events, infos)
+            self._dropped += 1
+
+    def _take_fold(self) -> Fold | None:
+        """Return the folded changes once the queue is empty, and open the queue again."""
+        if self._fold is None:
+            return None
+        with self._fold_lock:
+            if not self._queue.empty():
+                return None
+            fold, self._fold = self._fold, None
+            self._limit = self.config.max_queue_size
+            return fold
+
+    # The thread.
+
+    def _run(self) -> None:
+        window, heartbeat = self.config.batch_window_seconds, self.config.heartbeat_seconds
+        while True:
+            stopping = self._stopping.is_set()
+            items: list[_Command | _Publication] = []
+            try:
+                items.append(self._queue.get_nowait() if stopping else self._queue.get(timeout=heartbeat or 1.0))
+                if window and not stopping and not isinstance(items[0], _Command):
+                    self._stopping.wait(window)
+                while len(items) < _DRAIN_LIMIT:
+                    items.append(self._queue.get_nowait())
+            except queue.Empty:
+                pass
+            try:
+                self._process(items)
+            except Exception:
+                self._errors += 1
+                logger.exception("the feed goes on after an error")
+            if stopping and self._queue.empty():
+                return
+
+    def _process(self, items: list[_Command | _Publication]) -> None:
+        now = self._monotonic()
+        sent = False
+        for lane in self.lanes:
+            with lane.lock:
+                for item in items:
+                    self._apply(lane, item)
+                lane.journal.seal()
+                lane.renew()
+                batches = lane.journal.take_sealed()
+            lane.send(batches)
+            sent = sent or bool(batches)
+        fold = self._take_fold()
+        if fold is not None:
+            for lane in self.lanes:
+                with lane.lock:
+                    lane.journal.skip(fold.lost - 1)
+                    fold.apply(lane.residency)
+                    lane.journal.seal(empty=True)
+                    lane.journal.take_sealed()
+        if sent or fold is not None:
+            self._sent_at = now
+            self._warn_withheld()
+        heartbeat = self.config.heartbeat_seconds
+        if heartbeat and now - self._sent_at >= heartbeat * 0.99:
+            self._sent_at = now
+            for lane in self.lanes:
+                with lane.lock:
+                    lane.journal.seal(empty=True)
+                    batches = lane.journal.take_sealed()
+                lane.send(batches)
+        for item in items:
+            if isinstance(item, _Command):
+                item.done.set()
+
+    def _apply(self, lane: Lane, item: _Command | _Publication) -> None:
+        try:
+            if isinstance(item, _Command):
+                item.action(lane)
+                return
+            events, infos = item
+            residency = lane.residency
+            for event in events:
+                medium = event.medium
+                if event.removed:
+                    for key in event.keys:
+                        residency.remove(key, medium)
+                else:
+                    for key in event.keys:
+                        residency.store(key, medium, infos.get(key))
+            if not events:
+                residency.describe(infos)
+        except Exception:
+            self._errors += 1
+            logger.exception("an event could not be published")
+
+    def _warn_withheld(self) -> None:
+        for reason, count in self.lanes[0].residency.withheld_total.items():
+            if count and reason not in self._warned:
+                self._warned.add(reason)
+                logger.warning("blocks are withheld from the feed, reason %s", reason)
+
+    def _tick(self) -> None:
+        self._listeners.poll(self._monotonic())
+
+    def _describe_lane(self, lane: Lane) -> dict[str, Any]:
+        settings, journal = lane.settings, lane.journal
+        return {
+            "protocol": PROTOCOL,
+            "instance_id": self.instance_id,
+            "model_name": self.model_name,
+            "epoch": journal.first,
+            "life": lane.counters.lives,
+            "oldest_sequence": journal.oldest,
+            "next_sequence": journal.next,
+            "endpoint": lane.endpoint,
+            "replay_endpoint": lane.replay_endpoint,
+            "topic": settings.topic,
+            "rank": settings.rank,
+            "encoding": settings.encoding,
+            "hash_mode": settings.hash_mode,
+            "contiguity": settings.contiguity,
+            "sequence_start": settings.sequence_start,
+            "sole_publisher": settings.sole_publisher,
+            "consumers": list(settings.consumers),
+            "media": list(settings.media),
+            "block_size": self.engine_block_size,
+            "heartbeat_seconds": self.config.heartbeat_seconds,
+            "blocks": len(journal),
+            "withheld": lane.residency.withheld(),
+            "subscribers": lane.counters.subscribers,
+            "limits": {
+                "replay_window": settings.replay_window,
+                "max_sequences": settings.max_sequences,
+                "max_tombstones": settings.max_tombstones,
+                "tombstones_discarded": journal.tombstones_discarded,
+                "incomplete_replays": lane.counters.incomplete_replays,
+            },
+        }
+
+
+def create_publisher(config: OffloadConfig) -> FeedPublisher | None:
+    """Return the publisher that `config.events` describes, not started; None when the feed is off.
+
+    Raises:
+        ConfigError: Its settings cannot be used.
+    """
+    if config.events is None:
+        return None
+    return FeedPublisher(
+        config.events,
+        model_name=config.model_name,
+        instance_id=config.instance_id,
+        engine_block_size=config.gpu_block_sizes[0],
+    )
