@@ -91,8 +91,7 @@ class OffloadRequest:
         if self._left or self._state is None:
             return
         service, engine = self._service, self.engine
-        if not engine.owned_here and not engine.closed:
-            self._leave_from_elsewhere()
+        if not engine.owned_here and not self._may_leave_here():
             return
         self._left = True
         service.remove(self)
@@ -105,12 +104,16 @@ class OffloadRequest:
             blocks = [block for table in self._tables() for block in table]
             engine.give_back(blocks, self._free)
 
-    def _leave_from_elsewhere(self) -> None:
+    def _may_leave_here(self) -> bool:
+        """On another thread: hand the leaving to the loop, or, when there is none any more, allow it."""
         loop = self._service.loop
-        if self.engine.is_foreign_process or loop.is_closed():
+        if not self.engine.is_foreign_process and not loop.is_closed():
+            loop.call_soon_threadsafe(self.leave)
+            return False
+        if self.engine.is_foreign_process or not self.engine.closed:
             logger.warning("request %r was left in a fork or after its loop was closed: nothing was freed", self.id)
-            return
-        loop.call_soon_threadsafe(self.leave)
+            return False
+        return True
 
     def interrupt(self) -> None:
         """End the waits of this request's calls; they answer with reason `"aborted"`."""

@@ -29,6 +29,11 @@ class RoomLine:
         """Somebody waits or was just called: a newcomer stands at the end."""
         return bool(self._waiting or self._called)
 
+    @property
+    def num_called(self) -> int:
+        """Those who were given their turn and have not looked yet."""
+        return len(self._called)
+
     def next(self) -> None:
         """Give the first in line its turn."""
         if self._waiting:

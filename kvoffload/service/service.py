@@ -105,6 +105,7 @@ class OffloadService:
     async def aclose(self, timeout: float = 10.0) -> None:
         """Refuse new work, let copies end, release everything. Idempotent; concurrent calls wait for the same end.
 
+        Open requests end, but their GPU blocks are their owners' until they leave: only then do they reach `free`.
         Cancelling the call does not stop the closing. When the loop itself ends (`asyncio.run` cancels every task), the
         closing is done at once, without waiting for copies.
 
@@ -118,9 +119,9 @@ class OffloadService:
         if self._closing is None:
             self._check_thread()
             self._closing = Closing(self.engine, self.resolver, self._detach)
-            for request in list(self._open.values()):
-                request.leave()
             self._closing.start(timeout)
+            for request in list(self._open.values()):
+                request.interrupt()
         await self._closing.wait()
 
     def _detach(self) -> None:

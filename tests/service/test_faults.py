@@ -315,3 +315,17 @@ async def test_closing_with_a_running_copy_answers_who_waits_for_it(caplog):
     assert isinstance(released, kv.QuarantinedError)
     assert released.gpu_blocks == (0, 1)
     assert rig.freed == [2]
+
+
+async def test_closing_leaves_the_blocks_of_open_requests_with_their_owners_until_they_leave():
+    """The owner may be in the middle of a prefill into them."""
+    rig = Rig()
+    service = rig.service()
+    await service.__aenter__()
+    async with service.request("r", service.chain(tokens(8)), gpu_blocks=[0, 1, 2], free=rig.free) as request:
+        request.store(computed_tokens=8, ready="host-visible")
+        await service.aclose()
+        assert rig.freed == []
+        with pytest.raises(kv.ClosedError):
+            request.match()
+    rig.check([0, 1, 2])

@@ -1,0 +1,80 @@
+"""Random stores, loads, leases, cancels, aborts, resets, failures and hangs; after each, the books and every byte.
+
+Two small services are driven in turn: one over copies that end, fail or hang by script, one over threads that really
+copy. Nothing but a contract's own answers may come back, the conservation laws hold, no copy touches a freed block, and
+every loaded block holds what was stored. Exit code 1 when anything was violated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvoffload.cli.main import FAILED, OK
+from kvoffload.cli.report import print_json, print_table
+
+_SHOWN = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--ops`, `--seed`, `--uvloop` and `--json`."""
+    parser.add_argument("--ops", type=int, default=20_000, help="operations (default 20000)")
+    parser.add_argument("--seed", type=int, default=0, help="what is random comes from it (default 0)")
+    parser.add_argument("--uvloop", action="store_true", help="run on uvloop instead of asyncio's own loop")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chaos and report; 1 when something was violated."""
+    from kvoffload.simulate.chaos.driver import ChaosDriver
+
+    logging.getLogger("kvoffload.service").setLevel(logging.CRITICAL)  # faults are the point here
+    resident: list[tuple[int, int]] = []
+
+    def note(done: int) -> None:
+        resident.append((done, resident_bytes()))
+
+    driver = ChaosDriver(args.seed, note)
+    began = time.perf_counter()
+    loop_factory = _uvloop() if args.uvloop else None
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(driver.run(args.ops))
+    values: dict[str, object] = {
+        "ops": args.ops,
+        "seed": args.seed,
+        "violations": len(driver.violations),
+        "seconds": round(time.perf_counter() - began, 2),
+        "rss_growth_bytes": _second_half_growth(resident, args.ops),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "first_violations": driver.violations[:_SHOWN],
+    }
+    if args.json:
+        print_json(values)
+    else:
+        print_table("chaos", {name: value for name, value in values.items() if name != "first_violations"})
+        for violation in driver.violations[:_SHOWN]:
+            print(violation)
+    return FAILED if driver.violations else OK
+
+
+def resident_bytes() -> int:
+    """Return the process's resident memory."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize()
+
+
+def _second_half_growth(resident: list[tuple[int, int]], ops: int) -> int:
+    half = [size for done, size in resident if done >= ops // 2]
+    return half[-1] - half[0] if len(half) > 1 else 0
+
+
+def _uvloop() -> Callable[[], asyncio.AbstractEventLoop]:
+    import uvloop
+
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
