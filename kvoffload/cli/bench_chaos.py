@@ -33,7 +33,9 @@ def run(args: argparse.Namespace) -> int:
     """Run the chaos and report; 1 when something was violated."""
     from kvoffload.simulate.chaos.driver import ChaosDriver
 
-    logging.getLogger("kvoffload.service").setLevel(logging.CRITICAL)  # faults are the point here
+    log = logging.getLogger("kvoffload.service")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # faults are the point here
     resident: list[tuple[int, int]] = []
 
     def note(done: int) -> None:
@@ -42,8 +44,11 @@ def run(args: argparse.Namespace) -> int:
     driver = ChaosDriver(args.seed, note)
     began = time.perf_counter()
     loop_factory = _uvloop() if args.uvloop else None
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(driver.run(args.ops))
+    try:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(driver.run(args.ops))
+    finally:
+        log.setLevel(level)
     values: dict[str, object] = {
         "ops": args.ops,
         "seed": args.seed,

@@ -77,7 +77,7 @@ class ChaosWorld:
         self.block_size = BLOCK_SIZE
         self.clock = DriverClock()
         self.blocks = OwnedBlocks(GPU_BLOCKS, BLOCK_BYTES, complain)
-        caches = CanonicalKVCaches.from_layers(self.blocks.gpu.layers, block_dim=0)
+        caches = self.caches = CanonicalKVCaches.from_layers(self.blocks.gpu.layers, block_dim=0)
         factor = rng.choice((1, 1, 2))
         config = OffloadConfig(
             cpu_bytes_to_use=1 << 20,
@@ -115,9 +115,7 @@ class ScriptedWorld(ChaosWorld):
 
     def __init__(self, rng: random.Random, complain: Callable[[str], None]) -> None:
         super().__init__(rng, complain)
-        handlers = ScriptedOffloadingHandlers.over(
-            self.service.engine.kv_caches, self.spec.config.block_size_factor, self.spec.capacity
-        )
+        handlers = ScriptedOffloadingHandlers.over(self.caches, self.spec.config.block_size_factor, self.spec.capacity)
         handlers.hold()
         self.spec.handlers = handlers
         self._handlers = handlers
@@ -164,7 +162,7 @@ class HostWorld(ChaosWorld):
     def __init__(self, rng: random.Random, complain: Callable[[str], None]) -> None:
         super().__init__(rng, complain)
         self.spec.handlers = CpuGpuOffloadingHandlers(
-            self.service.engine.kv_caches, self.spec.config.block_size_factor, self.spec.capacity
+            self.caches, self.spec.config.block_size_factor, self.spec.capacity
         )
         self._events: list[threading.Event] = []
 
