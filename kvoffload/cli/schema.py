@@ -44,7 +44,9 @@ def generated() -> dict[str, str]:
 
 
 def _reference(name: str, model: type[BaseModel]) -> str:
-    properties: Mapping[str, dict[str, Any]] = model.model_json_schema()["properties"]
+    schema = model.model_json_schema()
+    schema = schema.get("$defs", {}).get(model.__name__, schema)  # where a model holds itself
+    properties: Mapping[str, dict[str, Any]] = schema["properties"]
     lines = [f"\n## `{name}`\n", f"{model.__doc__}\n", "| key | values | default | meaning |", "|---|---|---|---|"]
     for key, field in model.model_fields.items():
         default = "required" if field.is_required() else f"`{json.dumps(field.default)}`"
