@@ -42,9 +42,17 @@ _OCCUPANCY = (
         ("free", "ready", "pinned", "writing", "detached", "quarantined"),
         "blocks",
     ),
-    gauge("cache_block_bytes", "Bytes of one block, all layers and ranks.", "Turns blocks into bytes.", unit="bytes"),
     gauge(
-        "block_tokens", "Tokens in one block of the main attention group.", "Turns blocks into tokens.", unit="tokens"
+        "cache_block_bytes",
+        "Bytes of one block, all layers and ranks.",
+        "Turns blocks into bytes.",
+        unit="bytes per block",
+    ),
+    gauge(
+        "block_tokens",
+        "Tokens in one block of the main attention group.",
+        "Turns blocks into tokens.",
+        unit="tokens per block",
     ),
 )
 

@@ -10,7 +10,18 @@ CONSTANT_LABELS = ("model_name", "engine")
 INFO_LABELS = ("version", "policy", "spec", "block_size", "block_size_factor", "feed")
 
 Kind = Literal["counter", "gauge", "histogram", "info"]
-Unit = Literal["", "blocks", "tokens", "bytes", "seconds", "bytes per second", "tokens per second", "bool"]
+Unit = Literal[
+    "",
+    "blocks",
+    "tokens",
+    "bytes",
+    "seconds",
+    "bytes per second",
+    "tokens per second",
+    "bytes per block",
+    "tokens per block",
+    "bool",
+]
 
 
 @dataclass(frozen=True, slots=True)
