@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from kvoffload.config import OffloadConfig
-from kvoffload.errors import ClosedError, TransferError, UndrainedCopies, UsageError
+from kvoffload.errors import ClosedError, UndrainedCopies, UsageError
 from kvoffload.manager.base import EventSink, MetricsSink
 from kvoffload.memory.canonical import CanonicalKVCaches
 from kvoffload.metrics.recorder import MetricsRecorder
@@ -228,7 +228,7 @@ class EngineLife(ABC):
         with self._stop_lock:
             try:
                 self._board.worker.shutdown(0.0 if self._board.unended() else 5.0)
-            except TransferError as error:
+            except Exception as error:  # noqa: BLE001 - told by `raise_unclean`, when everything else is released
                 self._stop_error = error
 
     def settle_close(self) -> None:

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from kvoffload.config import OffloadConfig
-from kvoffload.errors import ClosedError, KVOffloadError, UsageError
+from kvoffload.errors import ClosedError, UsageError
 from kvoffload.keys import BlockChain
 from kvoffload.manager.base import EventSink, MetricsSink, ReqContext
 from kvoffload.memory.canonical import CanonicalKVCaches
@@ -148,6 +148,11 @@ class OffloadService:
             raise UsageError("the service was not entered: use `async with OffloadService(...) as service`")
         return self._loop
 
+    @property
+    def is_open(self) -> bool:
+        """It was entered and is not closing."""
+        return self._entered and self._closing is None
+
     def check_open(self) -> None:
         """Refuse calls before `__aenter__`, after `aclose`, from another thread and after fork.
 
@@ -218,7 +223,7 @@ class OffloadService:
     def _on_readable(self) -> None:
         try:
             self.engine.poll()
-        except KVOffloadError as error:
+        except Exception as error:  # noqa: BLE001 - a raising reader would be called for ever
             if self.engine.closed:
                 return
             self.engine.break_down("polling the engine failed", error)
