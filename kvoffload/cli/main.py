@@ -19,8 +19,8 @@ from kvoffload.errors import ConfigError, KVOffloadError, TraceError
 COMMANDS = {
     "run": ("kvoffload.cli.run", "drive the service with a trace or the built-in chats, and verify every byte"),
     "simulate": ("kvoffload.cli.simulate", "hit ratios of policies over capacities, on a trace"),
-    "plan": ("kvoffload.cli.plan", "how much host memory, and what it would bring"),
-    "doctor": ("kvoffload.cli.doctor", "check this machine: memory, /dev/shm, limits, libraries"),
+    "plan": ("kvoffload.cli.plan", "bytes per block, group, rank and in total, before anything is allocated"),
+    "doctor": ("kvoffload.cli.doctor", "check this machine: memory, /dev/shm, limits, GPU, ports, leftovers"),
     "bench": ("kvoffload.cli.bench", "measure one part"),
     "schema": ("kvoffload.cli.schema", "write the JSON Schemas of configuration and events"),
     "feed": ("kvoffload.cli.feed", "watch, check and connect the events feed"),
