@@ -12,8 +12,8 @@ Nothing here waits, and the data plane is elsewhere (`vllm_worker`), possibly in
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -22,18 +22,20 @@ from vllm.v1.kv_offload.base import (
     PrepareStoreOutput,
     RequestOffloadingContext,
     ScheduleEndContext,
+    TierFilter,
 )
 from vllm.v1.kv_offload.base import OffloadingEvent as VllmEvent
 from vllm.v1.kv_offload.base import ReqContext as VllmContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvoffload.errors import UsageError
 from kvoffload.integrations.vllm_feed import Feed
 from kvoffload.integrations.vllm_metrics import ManagerMetrics
 from kvoffload.integrations.vllm_recency import (
     FINISH_POLICIES,
-    GhostLearningManager,
     RequestUses,
-    mark_finished,
+    RequestwiseARC,
+    UsesContext,
     request_keys,
 )
 from kvoffload.integrations.vllm_requests import GroupView, RequestView
@@ -41,7 +43,10 @@ from kvoffload.keys import OffloadKey
 from kvoffload.manager.base import ReqContext, RequestOutcome
 from kvoffload.manager.cpu import CPUOffloadingManager
 from kvoffload.manager.reuse_filter import FilterReusedOffloadingManager
-from kvoffload.manager.specs import CPULoadStoreSpec
+from kvoffload.manager.specs import CPULoadStoreSpec, LoadStoreSpec
+
+_ANYONE = ReqContext()
+"""For lookups that the adapter itself counts once a request."""
 
 _HIT, _MISS, _PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 
@@ -53,25 +58,41 @@ class HostBlocks(CPULoadStoreSpec):
         req_id: Request that the job belongs to; the worker names it when a load failed.
     """
 
-    def __init__(self, spec: CPULoadStoreSpec, req_id: str) -> None:
-        super().__init__(spec.block_ids, spec.ticket)
-        self.req_id = req_id
+    req_id: str
+
+    @classmethod
+    def of(cls, spec: LoadStoreSpec, req_id: str) -> HostBlocks:
+        """Return the same rows for a request."""
+        if not isinstance(spec, CPULoadStoreSpec):
+            raise UsageError(f"not blocks of host memory: {spec!r}")
+        blocks = cls.of_blocks(spec.block_ids, spec.ticket)
+        blocks.req_id = req_id
+        return blocks
+
+
+class _Job(NamedTuple):
+    """One reservation: its ticket, and its keys in the manager's order."""
+
+    ticket: int
+    keys: list[OffloadKey]
+    is_store: bool
 
 
 class _Request:
     """What the adapter knows of one vLLM request; kept in vLLM's own request context."""
 
-    __slots__ = ("context", "generation", "last_miss", "loads", "pending_since", "stores", "uses")
+    __slots__ = ("announced", "context", "generation", "last_miss", "loads", "pending_since", "stores")
 
-    def __init__(self, context: ReqContext, generation: int) -> None:
+    def __init__(self, context: UsesContext, generation: int) -> None:
         self.context = context
         self.restart(generation)
 
     def restart(self, generation: int) -> None:
         self.generation = generation
-        self.uses = RequestUses()
-        self.stores: list[tuple[int, set[OffloadKey]]] = []
-        self.loads: list[tuple[int, set[OffloadKey]]] = []
+        self.announced = False
+        self.context.uses = RequestUses()
+        self.stores: list[_Job] = []
+        self.loads: list[_Job] = []
         self.pending_since: float | None = None
         self.last_miss: OffloadKey | None = None
 
@@ -86,6 +107,7 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
         max_tracker_size: Blocks that the reuse filter counts.
         feed: Where stored and removed blocks are announced.
         tokens_per_hash: Tokens that one hash of a vLLM request covers.
+        num_groups: KV-cache groups.
         pending_wait_seconds: How long a request may be held up by blocks that are still written before they are a miss.
         clock: Monotonic seconds.
     """
@@ -99,12 +121,13 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
         max_tracker_size: int = 64_000,
         feed: Feed | None = None,
         tokens_per_hash: int = 16,
+        num_groups: int = 1,
         pending_wait_seconds: float = 0.2,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.feed = feed
-        cpu_class = GhostLearningManager if cache_policy == "arc" else CPUOffloadingManager
-        self.cpu = cpu_class(num_blocks, cache_policy, enable_events=feed is not None)
+        policy = RequestwiseARC if cache_policy == "arc" else cache_policy
+        self.cpu = CPUOffloadingManager(num_blocks, policy, enable_events=feed is not None)
         self.filter = (
             FilterReusedOffloadingManager(self.cpu, store_threshold, max_tracker_size) if store_threshold >= 2 else None
         )
@@ -113,13 +136,14 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
         self._front = self.filter or self.cpu
         self._clock = clock
         self._peek = self.cpu.peek
+        self._one_group = num_groups == 1
         self._uses_at_finish = cache_policy in FINISH_POLICIES
         self._recency_only = cache_policy == "lru"
         self._tokens_per_hash = tokens_per_hash
         self._generation = 0
-        self._open: dict[int, tuple[bool, set[OffloadKey]]] = {}
+        self._open: dict[int, _Job] = {}
         self._failed: set[int] = set()
-        self._reset: list[tuple[int, bool, set[OffloadKey]]] = []
+        self._reset: list[_Job] = []
         self._closed_to: set[str] = set()
         self._views: dict[str, RequestView] = {}
         self._groups: Mapping[int, GroupView] | None = None
@@ -140,7 +164,8 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
     def on_new_request(self, req_context: VllmContext) -> RequestOffloadingContext:
         """Open a request."""
         self._state(req_context)
-        if not req_context.load_tier_filter.allows(Medium.CPU, None):
+        tiers = req_context.load_tier_filter
+        if tiers is not TierFilter.ALL and not tiers.allows(Medium.CPU, None):
             self._closed_to.add(req_context.req_id)
         return RequestOffloadingContext()
 
@@ -159,23 +184,25 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
         req_id = req_context.req_id
         self._views.pop(req_id, None)
         self._closed_to.discard(req_id)
-        if self._uses_at_finish:
-            position = req_context.get_offload_key_position
-            mark_finished(self.cpu, state.uses, position, recency_only=self._recency_only)
-            keys: tuple[OffloadKey, ...] = ()
-        else:
+        keys: Sequence[OffloadKey] = ()
+        if not self._uses_at_finish:
             keys = self._all_keys(req_context, state)
-        state.uses = RequestUses()
+        elif self._recency_only:
+            position = req_context.get_offload_key_position
+            self.cpu.refresh(state.context.uses.keys(position, one_group=self._one_group))
+        else:
+            state.context.position = req_context.get_offload_key_position
+            state.context.one_group = self._one_group
         self._front.finish_request(state.context, RequestOutcome(now_seconds=self._clock()), keys)
-        if isinstance(self.cpu, GhostLearningManager):
-            self.cpu.forget(req_id)
+        state.context.uses = RequestUses()
 
     def _all_keys(self, req_context: VllmContext, state: _Request) -> tuple[OffloadKey, ...]:
-        return tuple(request_keys(getattr(req_context, "_offload_key_positions", None) or state.uses.keys))
+        keys = getattr(req_context, "_offload_key_positions", None) or state.context.uses.keys()
+        return tuple(request_keys(keys))
 
     def _announce_start(self, req_context: VllmContext, state: _Request) -> None:
-        if not self._uses_at_finish and not state.uses.announced:
-            state.uses.announced = True
+        if not self._uses_at_finish and not state.announced:
+            state.announced = True
             self.cpu.touch(self._all_keys(req_context, state), state.context)
 
     # ---- lookups and loads
@@ -189,7 +216,7 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
             state = self._state(req_context)
             if key != state.last_miss:
                 state.last_miss = key
-                self.cpu.lookup(key, state.context)
+                self.cpu.lookup(key, _ANYONE)
             return _MISS
         if req_context.req_id in self._closed_to:
             return _MISS
@@ -200,7 +227,7 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
         now = self._clock()
         if state.pending_since is None:
             state.pending_since = now
-            self.cpu.lookup(key, state.context)
+            self.cpu.lookup(key, _ANYONE)
         return _PENDING if now - state.pending_since < self.pending_wait_seconds else _MISS
 
     def get_load_source(self, key: OffloadKey, req_context: VllmContext) -> CacheHitSource:  # noqa: ARG002
@@ -212,36 +239,38 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
         state = self._state(req_context)
         self._announce_start(req_context, state)
         spec = self.cpu.prepare_load(keys, state.context)
-        self.cpu.lookup_prefix(tuple(keys), state.context)
+        self.cpu.lookup_prefix(tuple(keys), _ANYONE)
         state.pending_since = None
         if spec.ticket is not None:
-            loading = set(keys)
-            state.loads.append((spec.ticket, loading))
-            self._open[spec.ticket] = (False, loading)
-        state.uses.loaded(keys)
+            state.loads.append(self._opened(_Job(spec.ticket, list(keys), is_store=False)))
+        state.context.uses.reused(tuple(keys))
         self.metrics.loads += 1
-        return HostBlocks(spec, req_context.req_id)
+        return HostBlocks.of(spec, req_context.req_id)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: VllmContext) -> None:
         """Unpin; blocks whose load failed are dropped, so that the request's next lookup recomputes them."""
-        ticket = self._close(self._state(req_context).loads, keys)
-        if ticket is None:
+        job = self._closed(self._state(req_context).loads, keys)
+        if job is None:
             return
-        self.cpu.complete_load(keys, ticket=ticket)
-        if ticket in self._failed:
-            self._failed.discard(ticket)
+        self.cpu.complete_load(job.keys, ticket=job.ticket)
+        if job.ticket in self._failed:
+            self._failed.discard(job.ticket)
             self.metrics.failed_loads += 1
-            self.cpu.discard(keys)
+            self.cpu.discard(job.keys)
             self._publish()
 
-    def _close(self, jobs: list[tuple[int, set[OffloadKey]]], keys: Collection[OffloadKey]) -> int | None:
-        """Return the ticket of the request's job on `keys` and forget the job."""
+    def _opened(self, job: _Job) -> _Job:
+        self._open[job.ticket] = job
+        return job
+
+    def _closed(self, jobs: list[_Job], keys: Collection[OffloadKey]) -> _Job | None:
+        """Return the request's job on `keys`, which are all of its keys in any order, and forget it."""
         probe = next(iter(keys), None)
-        for index, (ticket, held) in enumerate(jobs):
-            if probe in held:
+        for index, job in enumerate(jobs):
+            if len(jobs) == 1 or probe in job.keys:
                 del jobs[index]
-                self._open.pop(ticket, None)
-                return ticket
+                self._open.pop(job.ticket, None)
+                return job
         return None
 
     # ---- stores
@@ -251,26 +280,26 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
         state = self._state(req_context)
         self._announce_start(req_context, state)
         state.pending_since = None
-        peek = self._peek
-        held = [key for key in keys if peek(key)]
-        output = self._front.prepare_store(keys, state.context)
+        offered = list(keys)
+        held = self.cpu.readable(offered)
+        if held:
+            state.context.uses.reused(held)
+        output = self._front.prepare_store(offered, state.context)
         if output is None:
             self.metrics.refused_stores += 1
-            state.uses.offered(self._admitted(keys), held, ())
+            state.context.uses.refused(self._admitted(offered))
             return None
         stored = output.keys_to_store
-        chosen = set(stored)
-        state.uses.offered([key for key in keys if key in chosen or peek(key)] if held else stored, held, stored)
+        if stored:
+            state.context.uses.stored(stored)
         if output.ticket is not None:
-            state.stores.append((output.ticket, chosen))
-            self._open[output.ticket] = (True, chosen)
+            state.stores.append(self._opened(_Job(output.ticket, stored, is_store=True)))
             self._describe(stored, req_context)
         if output.evicted_keys:
             self._publish()
-        spec = HostBlocks(_cpu_spec(output.store_spec), req_context.req_id)
-        return PrepareStoreOutput(stored, spec, output.evicted_keys)
+        return PrepareStoreOutput(stored, HostBlocks.of(output.store_spec, req_context.req_id), output.evicted_keys)
 
-    def _admitted(self, keys: Collection[OffloadKey]) -> Collection[OffloadKey]:
+    def _admitted(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Return the keys of a refused offer that count as used: readable ones, and those that wanted a block."""
         peek = self._peek
         if self.filter is None:
@@ -289,17 +318,17 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: VllmContext, success: bool = True) -> None:
         """Make blocks readable, or drop them when their copy failed on any worker, whatever vLLM says."""
-        ticket = self._close(self._state(req_context).stores, keys)
-        if ticket is None:
+        job = self._closed(self._state(req_context).stores, keys)
+        if job is None:
             return
-        if ticket in self._failed:
-            self._failed.discard(ticket)
+        if job.ticket in self._failed:
+            self._failed.discard(job.ticket)
             success = False
         if not success:
             self.metrics.failed_stores += 1
-        self.cpu.complete_store(keys, success, ticket=ticket)
+        self.cpu.complete_store(job.keys, success, ticket=job.ticket)
         if not success and self.feed is not None:
-            self.feed.forget(keys)
+            self.feed.forget(job.keys)
         self._publish()
 
     # ---- what the worker and the engine tell
@@ -312,11 +341,11 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
         """Give back the memory of copies that were running at a reset: this step's orders wait for them first."""
         if not self._reset:
             return
-        for ticket, is_store, keys in self._reset:
-            if is_store:
-                self.cpu.complete_store(keys, False, ticket=ticket)
+        for job in self._reset:
+            if job.is_store:
+                self.cpu.complete_store(job.keys, False, ticket=job.ticket)
             else:
-                self.cpu.complete_load(keys, ticket=ticket)
+                self.cpu.complete_load(job.keys, ticket=job.ticket)
         self._reset.clear()
 
     def has_pending_work(self) -> bool:
@@ -325,7 +354,7 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
 
     def reset_cache(self) -> None:
         """Drop every block and announce it; vLLM will not report copies that are running."""
-        self._reset += [(ticket, is_store, keys) for ticket, (is_store, keys) in self._open.items()]
+        self._reset += self._open.values()
         self._open.clear()
         self._failed.clear()
         self._generation += 1
@@ -355,18 +384,14 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
         self.metrics.close()
 
 
-def _context(req_context: VllmContext) -> ReqContext:
+def _context(req_context: VllmContext) -> UsesContext:
     """Return kvoffload's context; `kv_transfer_params={"kvoffload": {"priority": 1, "store": false}}` is understood."""
     params = req_context.kv_transfer_params
     ours = (params or {}).get("kvoffload")
-    context = ReqContext(req_context.req_id, params)
+    context = UsesContext(req_context.req_id, params)
     if isinstance(ours, Mapping):
         if isinstance(ours.get("priority"), int):
             context.priority = int(ours["priority"])
         if isinstance(ours.get("store"), bool):
             context.store = bool(ours["store"])
     return context
-
-
-def _cpu_spec(spec: object) -> CPULoadStoreSpec:
-    return spec if isinstance(spec, CPULoadStoreSpec) else CPULoadStoreSpec([])

@@ -12,7 +12,6 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
-from kvoffload.manager.base import ManagerStats
 from kvoffload.manager.cpu import CPUOffloadingManager
 
 PREFIX = "vllm:kvoffload_"
@@ -76,35 +75,26 @@ class ManagerMetrics:
     def __init__(self, source: CPUOffloadingManager) -> None:
         self.loads = self.failed_loads = self.failed_stores = self.refused_stores = self.resets = 0
         self._source = source
-        self._seen: dict[str, int] = {}
-        self._last: ManagerStats | None = None
+        self._seen: dict[str, float] = {}
 
     def take(self) -> OffloadingConnectorStats | None:
-        """Return vLLM's stats object with the changes since the last call; None if nothing changed."""
-        stats = self._source.stats()
-        last, self._last = self._last, stats
-        jobs = self._changed_jobs()
-        if stats == last and not jobs:
-            return None
-        report = OffloadingConnectorStats()
-        for name, (field, _) in GAUGES.items():
-            report.set_gauge(PREFIX + name, getattr(stats, field))
-        for name, (field, _) in COUNTERS.items():
-            change = getattr(stats, field) - (getattr(last, field) if last is not None else 0)
-            if change or last is None:
-                report.increase_counter(PREFIX + name, change)
-        for name, change in jobs.items():
-            report.increase_counter(PREFIX + name, change)
+        """Return vLLM's stats object with what changed since the last call; None if nothing did."""
+        stats, seen = self._source.stats(), self._seen
+        report: OffloadingConnectorStats | None = None
+        for source, table, is_gauge in ((stats, GAUGES, True), (stats, COUNTERS, False), (self, JOBS, False)):
+            for name, (field, _) in table.items():
+                value = getattr(source, field)
+                last = seen.get(name)
+                if value == last:
+                    continue
+                seen[name] = value
+                if report is None:
+                    report = OffloadingConnectorStats()
+                if is_gauge:
+                    report.set_gauge(PREFIX + name, value)
+                else:
+                    report.increase_counter(PREFIX + name, value - (last or 0))
         return report
-
-    def _changed_jobs(self) -> dict[str, int]:
-        changes = {}
-        for name, (attribute, _) in JOBS.items():
-            value = getattr(self, attribute)
-            if value != self._seen.get(name):
-                changes[name] = value - self._seen.get(name, 0)
-                self._seen[name] = value
-        return changes
 
     def close(self) -> None:
         """Stop serving figures; idempotent."""

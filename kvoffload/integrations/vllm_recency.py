@@ -9,12 +9,17 @@ once, at its first load or store, and again at its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
 
 from kvoffload.keys import OffloadKey
-from kvoffload.manager.base import PrepareStoreOutput, ReqContext
-from kvoffload.manager.cpu import CPUOffloadingManager
+from kvoffload.manager.base import ReqContext, RequestOutcome
+from kvoffload.manager.block_table import BlockTable, Ids
+from kvoffload.manager.policies.arc import ARCCachePolicy
 from kvoffload.manager.request_book import RequestBook
 
 Position = Callable[[OffloadKey], int | None]
@@ -22,98 +27,147 @@ Position = Callable[[OffloadKey], int | None]
 FINISH_POLICIES = ("lru", "arc")
 """Policies whose keys are used when the request finished."""
 
+_REUSED, _STORED, _REFUSED = "reused", "stored", "refused"
+
 
 class RequestUses:
-    """The keys one request loaded or offered, and how.
+    """What one request did with its keys: a log, read once when the request finished."""
 
-    Attributes:
-        keys: All of them, in the order they were seen.
-        inserted: Those it stored.
-        reused: Those it found held and did not store itself.
-        announced: Whether the policy was told of the request's start.
-    """
-
-    __slots__ = ("announced", "inserted", "keys", "reused")
+    __slots__ = ("_log",)
 
     def __init__(self) -> None:
-        self.keys: dict[OffloadKey, None] = {}
-        self.inserted: set[OffloadKey] = set()
-        self.reused: set[OffloadKey] = set()
-        self.announced = False
+        self._log: list[tuple[str, Sequence[OffloadKey]]] = []
 
-    def loaded(self, keys: Collection[OffloadKey]) -> None:
-        """Book keys that are loaded."""
-        self.keys.update(dict.fromkeys(keys))
-        self.reused.update(key for key in keys if key not in self.inserted)
+    def reused(self, keys: Sequence[OffloadKey]) -> None:
+        """Book keys that were held and are loaded or offered again."""
+        self._log.append((_REUSED, keys))
 
-    def offered(self, keys: Iterable[OffloadKey], held: Collection[OffloadKey], stored: Collection[OffloadKey]) -> None:
-        """Book an offer: `keys` that count as used, those of them that were readable, and those that got a block."""
-        self.keys.update(dict.fromkeys(keys))
-        if held:
-            self.reused.update(key for key in held if key not in self.inserted)
-        self.inserted.update(stored)
+    def stored(self, keys: Sequence[OffloadKey]) -> None:
+        """Book keys that got a block."""
+        self._log.append((_STORED, keys))
 
-    def in_prefix_order(self, position: Position) -> list[OffloadKey]:
-        """Return the keys by the position of their last token, groups side by side; as seen where one is unknown."""
-        keys = sorted(self.keys, key=_group) if len({key[-4:] for key in self.keys}) > 1 else list(self.keys)
-        ends = [position(key) for key in keys]
-        if None in ends:
+    def refused(self, keys: Sequence[OffloadKey]) -> None:
+        """Book keys that found no room."""
+        self._log.append((_REFUSED, keys))
+
+    def keys(self, position: Position | None = None, *, one_group: bool = False) -> list[OffloadKey]:
+        """Return all keys, each once.
+
+        Args:
+            position: End of a key in its request; with it the keys come in prefix order, groups side by side, unless
+                the position of one is unknown.
+            one_group: All keys are of one group, so that those of one call are in order already.
+        """
+        log = [keys for _, keys in self._log if keys]
+        keys = list(log[0]) if len(log) == 1 else list(dict.fromkeys(chain.from_iterable(log)))
+        if position is None or (one_group and _in_order(log, position)):
             return keys
-        order = sorted(range(len(keys)), key=ends.__getitem__)  # type: ignore[arg-type] # no None is left
-        return [keys[index] for index in order]
+        ends = list(map(position, keys))
+        if None in ends or ends == sorted(ends):  # type: ignore[type-var] # no None is left
+            return keys
+        end_of = dict(zip(keys, ends, strict=True))
+        return sorted(sorted(keys, key=_group), key=end_of.__getitem__)  # type: ignore[arg-type] # no None is left
+
+    def classes(self) -> tuple[set[OffloadKey], set[OffloadKey]]:
+        """Return the keys that were used again and those that neither were nor got a block."""
+        stored: set[OffloadKey] = set()
+        reused: set[OffloadKey] = set()
+        refused: set[OffloadKey] = set()
+        for kind, keys in self._log:
+            if kind is _STORED:
+                stored.update(keys)
+            elif kind is _REFUSED:
+                refused.update(keys)
+            elif stored:
+                reused.update(key for key in keys if key not in stored)
+            else:
+                reused.update(keys)
+        return reused, refused - stored - reused if refused else refused
+
+
+def _in_order(log: Sequence[Sequence[OffloadKey]], position: Position) -> bool:
+    """Whether the calls followed each other in prefix order, none overlapping."""
+    last = 0
+    for keys in log:
+        first, end = position(keys[0]), position(keys[-1])
+        if first is None or end is None or first <= last:
+            return len(log) == 1
+        last = end
+    return True
 
 
 def _group(key: OffloadKey) -> bytes:
     return key[-4:]
 
 
-def mark_finished(manager: CPUOffloadingManager, uses: RequestUses, position: Position, *, recency_only: bool) -> None:
-    """Tell an `lru` or `arc` manager that the request which made these uses ended."""
-    keys = uses.in_prefix_order(position)
-    if recency_only:
-        manager.refresh(keys)
-        return
-    runs = [(kind, list(run)) for kind, run in groupby(keys, key=lambda key: _kind(key, uses))]
-    for kind, run in reversed(runs):
-        if kind == "stored":
-            manager.refresh(run)
-        elif kind == "reused":
-            manager.touch([key for key in run if manager.peek(key) is not False])  # a ghost was not asked for again
+def request_keys(keys: Iterable[OffloadKey]) -> Sequence[OffloadKey]:
+    """Return a request's keys, given in prefix order, group after group."""
+    return sorted(keys, key=_group)
 
 
-def _kind(key: OffloadKey, uses: RequestUses) -> str:
-    if key in uses.reused:
-        return "reused"
-    return "stored" if key in uses.inserted else "refused"
+@dataclass(slots=True)
+class UsesContext(ReqContext):
+    """A request's context that carries its uses to the policy."""
+
+    uses: RequestUses = field(default_factory=RequestUses)
+    position: Position | None = None
+    one_group: bool = False
 
 
-class GhostLearningManager(CPUOffloadingManager):
-    """Shows its policy the absent keys of an offer, once per request, before their ghosts are dropped."""
+class RequestwiseARC(ARCCachePolicy):
+    """ARC for vLLM's requests: ghosts teach it when their keys are offered, uses when a request finished.
 
-    def __init__(self, num_blocks: int, cache_policy: str, enable_events: bool = False) -> None:
-        super().__init__(num_blocks, cache_policy, enable_events)
+    Keys of a finished request that were evicted meanwhile were not asked for again: their ghosts teach nothing.
+    """
+
+    def bind(self, table: BlockTable) -> None:
+        """Start anew on `table`, as a reset does: no request has learnt from a ghost."""
+        super().bind(table)
         self._learnt = RequestBook()
 
-    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Touch the keys that are not held, then reserve; see `CPUOffloadingManager`."""
-        held = self.held(keys)
-        absent = [key for key in keys if key not in held]
-        if absent and req_context.req_id is not None:
-            absent = self._learnt.book(req_context.req_id, absent)
-        if absent:
-            self.touch(absent)
-        return super().prepare_store(keys, req_context)
+    def admit(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
+        """Let every key in, after learning from its ghost, once a request."""
+        ghosts = self._ghosts.known(keys)
+        if ghosts and req_context.req_id is not None:
+            ghosts = self._learnt.book(req_context.req_id, ghosts)
+        if ghosts:
+            self._learn(ghosts[::-1])
+        return keys
 
-    def reset_cache(self) -> int:
-        """Drop every key, and what requests were told of ghosts that are gone."""
-        self._learnt = RequestBook()
-        return super().reset_cache()
+    def on_request_finished(
+        self,
+        keys_in_prefix_order: Sequence[OffloadKey],
+        req_context: ReqContext,
+        outcome: RequestOutcome | None,
+    ) -> None:
+        """Order the request's held keys, head newest; those that it used again become frequent."""
+        super().on_request_finished(keys_in_prefix_order, req_context, outcome)
+        if req_context.req_id is not None:
+            self._learnt.forget(req_context.req_id)
+        if not isinstance(req_context, UsesContext):
+            return
+        keys = req_context.uses.keys(req_context.position, one_group=req_context.one_group)
+        keys.reverse()
+        reused, refused = req_context.uses.classes()
+        if refused:
+            keys = [key for key in keys if key not in refused]
+        blocks = self.table.find_held(keys)
+        if None in blocks:
+            keys = [key for key, block in zip(keys, blocks, strict=True) if block is not None]
+            blocks = [block for block in blocks if block is not None]
+        if blocks:
+            again = np.fromiter(map(reused.__contains__, keys), np.bool_, len(keys))
+            self._use_blocks(np.array(blocks, np.int64), again)
 
-    def forget(self, req_id: str) -> None:
-        """Free what was remembered of a request."""
-        self._learnt.forget(req_id)
-
-
-def request_keys(positions: Iterable[OffloadKey]) -> Sequence[OffloadKey]:
-    """Return a request's keys, which come in prefix order, group after group."""
-    return sorted(positions, key=_group)
+    def _use_blocks(self, ids: Ids, again: npt.NDArray[np.bool_]) -> None:
+        table, (first, second) = self.table, self._lists
+        in_t1 = table.part[ids] == 1
+        rises = in_t1 & again & (table.refs[ids] >= 0)
+        stays = in_t1 & ~rises
+        first.append(ids[stays])
+        second.append(ids[~stays])
+        risen = int(np.count_nonzero(rises))
+        if risen:
+            table.part[ids[rises]] = 2
+            first.size -= risen
+            second.size += risen

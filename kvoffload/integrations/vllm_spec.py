@@ -81,6 +81,7 @@ class KVOffloadSpec(OffloadingSpec):  # type: ignore[misc] # vLLM is untyped her
                 max_tracker_size=offload.max_tracker_size,
                 feed=self._make_feed(),
                 tokens_per_hash=self.tokens_per_hash,
+                num_groups=len(self.config.groups),
                 pending_wait_seconds=offload.pending_wait_seconds,
             )
             logger.info(

@@ -23,7 +23,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "CanonicalKVCaches", "GPULoadStoreSpec", "LookupResult", "Medium", "OffloadingCounterMetadata",
         "OffloadingEvent", "OffloadingGaugeMetadata", "OffloadingHistogramMetadata", "OffloadingManager",
         "OffloadingSpec", "OffloadingWorker", "PrepareStoreOutput", "ReqContext", "RequestOffloadingContext",
-        "ScheduleEndContext", "TransferResult",
+        "ScheduleEndContext", "TierFilter", "TransferResult",
     ),
     "vllm.v1.kv_offload.config": ("OffloadingConfig",),
     "vllm.v1.metrics.cache_hit_source": ("CacheHitSource",),

@@ -158,6 +158,10 @@ class CPUOffloadingManager(OffloadingManager):
             return True
         return None if key in table.writing else False
 
+    def readable(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those of `keys` that can be loaded, in order: a pure read."""
+        return [key for key, block in zip(keys, self._table.find(keys), strict=True) if block is not None]
+
     def match(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> Match:  # noqa: ARG002
         table = self._table
         shards, shift = table.shards, table.shift

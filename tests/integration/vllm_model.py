@@ -61,7 +61,7 @@ def make_model(folder: Path) -> Path:
                 "eos_token": "</s>",
                 "unk_token": "<unk>",
                 "model_max_length": LENGTH,
-            }  # fmt: skip
+            }
         )
     )
     return folder

@@ -55,6 +55,12 @@ class GhostLists:
         self.b1 = GhostView(self._table, _B1, self._logs[0])
         self.b2 = GhostView(self._table, _B2, self._logs[1])
 
+    def known(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return the ghosts among `keys`, in order."""
+        if not (self.b1 or self.b2):
+            return []
+        return [key for key, row in zip(keys, self._table.find(keys), strict=True) if row is not None]
+
     def touch(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Make the ghosts among `keys` the newest, the last one newest; return for each whether it is in `b1`."""
         rows = [row for row in self._table.find(keys) if row is not None]
