@@ -3,7 +3,7 @@
 A *turn* is a baton. Who is given it looks whether there is room, and hands it on when done looking (`next`), whether a
 load was started or not, so that no wake-up is lost: also when the holder was cancelled, timed out or aborted meanwhile.
 Only one who finds no room and goes back to the head of the line keeps it to himself: then something runs, and its end
-gives the next turn.
+gives the next turn. There is one turn at a time, so those who go back stay in order.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ class RoomLine:
         return len(self._called)
 
     def next(self) -> None:
-        """Give the first in line its turn."""
-        if self._waiting:
+        """Give the first in line its turn, unless somebody was called and has not looked yet."""
+        while self._waiting and not self._called:
             future, _ = self._waiting.popitem(last=False)
-            self._called.add(future)
-            self._resolver.resolve(future)
+            if not future.done():  # it gave up, and its task has not run since
+                self._called.add(future)
+                self._resolver.resolve(future)
 
     async def wait(self, seconds: float, interrupts: set[Wait], *, first: bool) -> bool:
         """Wait for a turn; False when `seconds` passed or the wait was interrupted. A turn must be ended by `next`.
