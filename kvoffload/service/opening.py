@@ -65,7 +65,7 @@ class Ground:
 
     def _open_ranks(self, workers: RemoteWorkers) -> TransferWorker:
         try:
-            hello = workers.gather(debug_checks=self.config.debug_checks)
+            hello = workers.gather(self.config)
             cache_config = KVCacheConfig(hello.num_blocks, tuple(hello.page_sizes), tuple(hello.gpu_block_sizes))
             if self.spec is None:
                 self.spec = OffloadingSpecFactory.create_spec(self.config, cache_config)

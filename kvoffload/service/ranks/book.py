@@ -2,12 +2,16 @@
 
 A job ends when every rank that got its command has reported or its process is gone. One failure fails it everywhere,
 but its blocks stay held until all have ended. While a rank is missing nothing new is submitted.
+
+Commands have one running number for all ranks, so that one message serves all; a rank that joins late starts behind
+the last one.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import islice
 
 from kvoffload.errors import TransferError
 from kvoffload.service.ranks.wire import Command, Commands, Report, Reports, encode
@@ -16,13 +20,22 @@ from kvoffload.transfer.base import TransferResult, TransferType
 
 @dataclass(slots=True)
 class _Rank:
+    """A rank's life: 0 when there is none.
+
+    Attributes:
+        start: Number of the first command that concerns it.
+        sent: Number of the last command it got.
+        retired: It takes no more commands, but its copies may still run.
+    """
+
     incarnation: int = 0
+    start: int = 0
     sent: int = 0
-    waiting: deque[Command] = field(default_factory=deque)
+    retired: bool = False
 
     @property
     def up(self) -> bool:
-        return self.incarnation != 0
+        return self.incarnation != 0 and not self.retired
 
 
 @dataclass(slots=True)
@@ -50,6 +63,8 @@ class RankBook:
         self.epoch = epoch
         self.stale_reports = 0
         self._ranks = [_Rank() for _ in range(world_size)]
+        self._number = 0
+        self._unsent: deque[Command] = deque()
         self._open: dict[int, _Open] = {}
         self._ended: list[TransferResult] = []
 
@@ -69,12 +84,16 @@ class RankBook:
     def join(self, rank: int, incarnation: int) -> None:
         """A rank process is up; it knows of no earlier command."""
         self.leave(rank, "a new process took its place")
-        self._ranks[rank] = _Rank(incarnation)
+        self._ranks[rank] = _Rank(incarnation, start=self._number + 1, sent=self._number)
+
+    def retire(self, rank: int) -> None:
+        """A rank takes no more commands; what it owes has not ended, its copies may still run."""
+        self._ranks[rank].retired = True
 
     def leave(self, rank: int, why: str) -> None:
         """A rank's process is gone: what it owed has ended, and failed."""
         state = self._ranks[rank]
-        if not state.up:
+        if not state.incarnation:
             return
         self._ranks[rank] = _Rank()
         for job, entry in list(self._open.items()):
@@ -91,24 +110,35 @@ class RankBook:
         if missing:
             raise TransferError(f"rank {missing[0]} of {self.world_size} is missing")
         self._open[order.job] = _Open(order.store, set(range(self.world_size)))
-        for rank in self._ranks:
-            rank.waiting.append(order)
+        self._number += 1
+        self._unsent.append(order)
 
     def take(self, rank: int) -> bytes | None:
         """Return the commands that a rank has not got yet, encoded; None when there are none."""
         state = self._ranks[rank]
-        if not state.up or not state.waiting:
+        if not state.up or state.sent == self._number:
             return None
-        batch = Commands(self.epoch, state.sent + 1, list(state.waiting))
-        state.sent += len(state.waiting)
-        state.waiting.clear()
-        return encode(batch)
+        return self._batch([state])
 
     def take_common(self) -> bytes:
-        """Return what every rank has to do next, as one message for all; they must all get every message."""
-        batches = [self.take(index) for index in range(self.world_size)]
-        first = next((batch for batch in batches if batch is not None), None)
-        return first if first is not None else b""
+        """Return what some rank has not got yet, as one message for all; they must all get every message."""
+        states = [state for state in self._ranks if state.up]
+        if all(state.sent == self._number for state in states):
+            return b""
+        return self._batch(states)
+
+    def _batch(self, states: list[_Rank]) -> bytes:
+        begin = min(state.sent for state in states)
+        kept = self._number - len(self._unsent)
+        commands = list(islice(self._unsent, begin - kept, None))
+        for state in states:
+            state.sent = self._number
+        done = min((state.sent for state in self._ranks if state.up), default=self._number)
+        for _ in range(done - kept):
+            self._unsent.popleft()
+        incarnations = [state.incarnation for state in self._ranks]
+        starts = [state.start for state in self._ranks]
+        return encode(Commands(self.epoch, begin + 1, commands, incarnations, starts))
 
     def report(self, reports: Reports) -> None:
         """Book what ended on one rank; stale reports change nothing."""
@@ -116,7 +146,7 @@ class RankBook:
         fresh = (
             reports.epoch == self.epoch
             and 0 <= rank < self.world_size
-            and self._ranks[rank].up
+            and reports.incarnation != 0
             and self._ranks[rank].incarnation == reports.incarnation
         )
         if not fresh:

@@ -6,7 +6,7 @@ and the incarnation (one life of a rank process). Whatever carries another one i
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -16,6 +16,8 @@ from kvoffload.manager.specs import CPULoadStoreSpec, GPULoadStoreSpec
 from kvoffload.transfer.base import TransferSpec
 
 PROTOCOL = 1
+READY, LEAVING = b"ready", b"leaving"
+"""What a rank says after its hello: it can take commands; it takes no more, but copies may still run."""
 
 
 class Hello(msgspec.Struct):
@@ -33,16 +35,6 @@ class Hello(msgspec.Struct):
     gpu_block_sizes: list[int]
     block_size_factor: int
     device: str
-
-    def geometry(self) -> tuple[Any, ...]:
-        """Return what must be the same on every rank; the number of GPU blocks may differ."""
-        return (
-            self.world_size,
-            tuple(self.page_sizes),
-            tuple(map(tuple, self.group_page_sizes)),
-            tuple(self.gpu_block_sizes),
-            self.block_size_factor,
-        )
 
 
 class Welcome(msgspec.Struct):
@@ -68,11 +60,17 @@ class Command(msgspec.Struct, array_like=True):
 
 
 class Commands(msgspec.Struct, array_like=True):
-    """Commands in order; `first` is the number of the first one, counted from 1 in each incarnation."""
+    """Commands in order, the same for every rank; `first` is the number of the first one in this epoch.
+
+    Each rank looks at its own entry of `incarnations` (0: it is not up) and of `starts`: commands with a smaller number
+    were meant for an earlier life of that rank and have ended there.
+    """
 
     epoch: int
     first: int
     commands: list[Command]
+    incarnations: list[int]
+    starts: list[int]
 
 
 class Report(msgspec.Struct, array_like=True):

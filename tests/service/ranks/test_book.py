@@ -70,9 +70,44 @@ def test_missing_rank_refuses_new_jobs_and_ends_what_it_owed(book):
         book.submit(COMMAND)
     book.join(1, 201)
     book.submit(COMMAND)
-    assert decode_commands(book.take(1)).first == 1, "a new process knows of no earlier command"
+    late = decode_commands(book.take(1))
+    assert (late.first, late.starts) == (2, [1, 2]), "a new process starts behind what its predecessor owed"
     assert decode_commands(book.take(0)).first == 1
     assert book.take(0) is None
+
+
+def test_one_message_serves_a_rank_that_stayed_and_one_that_came_again(book):
+    book.submit(COMMAND)
+    book.leave(1, "process 5 ended")
+    book.join(1, 201)
+    book.submit(COMMAND)
+    batch = decode_commands(book.take_common())
+    assert (batch.first, len(batch.commands)) == (1, 2)
+    assert (batch.incarnations, batch.starts) == ([100, 201], [1, 2])
+    assert book.take_common() == b""
+
+
+def test_retired_rank_gets_nothing_new_but_its_copies_have_not_ended(book):
+    book.submit(COMMAND)
+    book.take(0), book.take(1)
+    book.report(_report(book, 0))
+    book.retire(1)
+    assert book.take_ended() == []
+    with pytest.raises(TransferError, match="rank 1 of 2 is missing"):
+        book.submit(COMMAND)
+    book.report(_report(book, 1))
+    assert [result.success for result in book.take_ended()] == [True]
+
+
+def test_commands_that_all_ranks_got_are_forgotten(book):
+    for _ in range(100):
+        book.submit(COMMAND)
+        book.take(0), book.take(1)
+    assert len(book._unsent) == 0
+    book.leave(1, "process 5 ended")
+    book.join(1, 201)
+    book.submit(COMMAND)
+    assert len(decode_commands(book.take(1)).commands) == len(decode_commands(book.take(0)).commands) == 1
 
 
 def test_commands_are_numbered_in_order(book):

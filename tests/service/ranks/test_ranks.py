@@ -120,7 +120,7 @@ def test_job_of_a_dead_rank_fails_and_its_blocks_stay_busy_until_the_others_have
 def test_rank_with_other_pages_is_refused_with_both_sides_named(make_ranks):
     ranks = make_ranks()
     ranks.spawn(0)
-    while 0 not in ranks.workers._hellos:
+    while 0 not in ranks.workers._channel.hellos:
         time.sleep(0.005)
     ranks.spawn(1, page=128)
     engine = kv.OffloadEngine(ranks.config, workers=ranks.workers)

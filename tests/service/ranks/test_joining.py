@@ -1,0 +1,364 @@
+"""Ranks come, go and come again at every point; here they live in threads of this process."""
+
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+from service.harness import tokens
+
+import kvoffload as kv
+from kvoffload.service.ranks import meeting
+from kvoffload.service.ranks.wire import PROTOCOL, Hello, decode_welcome, encode
+from kvoffload.transfer.scripted import ScriptedOffloadingHandlers
+
+PAGE, BLOCKS = 256, 32
+
+
+class World:
+    """An instance and its ranks, all in this process.
+
+    Attributes:
+        outcomes: What `start` raised, per call of `join`.
+    """
+
+    def __init__(self, world_size=2, *, address="ipc", transport="zmq", join_timeout=20.0):
+        self.workers = kv.RemoteWorkers(world_size, address=address, transport=transport, join_timeout=join_timeout)
+        self.config = self.make_config(world_size)
+        self.ranks, self.threads, self.outcomes, self.engines = [], [], [], []
+
+    @staticmethod
+    def make_config(world_size=2, **changes):
+        size = world_size * PAGE * 16
+        return kv.OffloadConfig(cpu_bytes_to_use=size, gpu_block_size=4, world_size=world_size, **changes)
+
+    def rank(self, rank, *, blocks=BLOCKS, page=PAGE, config=None):
+        caches = kv.CanonicalKVCaches.from_layers({"layer": np.zeros((blocks, page), np.int8)}, block_dim=0)
+        address = self.workers.address
+        self.ranks.append(kv.OffloadRankWorker(config or self.config, caches, rank=rank, address=address, timeout=20))
+        return self.ranks[-1]
+
+    def join(self, worker):
+        """Start a rank in a thread of its own."""
+        place = len(self.outcomes)
+        self.outcomes.append(None)
+
+        def start():
+            try:
+                worker.start()
+            except kv.KVOffloadError as error:
+                self.outcomes[place] = error
+
+        self.threads.append(threading.Thread(target=start))
+        self.threads[-1].start()
+        return worker
+
+    def raw(self, rank, **changes):
+        """Connect as a process that says it is a rank, and does nothing more."""
+        sock, pidfd = meeting.connect(self.workers.address, 5)
+        os.close(pidfd)
+        fields = {
+            "protocol": PROTOCOL, "version": kv.__version__, "rank": rank, "world_size": 2, "pid": 0,
+            "incarnation": 7, "num_blocks": BLOCKS, "page_sizes": [PAGE], "group_page_sizes": [[PAGE]],
+            "gpu_block_sizes": [4], "block_size_factor": 1, "device": "cpu",
+        }  # fmt: skip
+        sock.send(encode(Hello(**{**fields, **changes})))
+        sock.settimeout(10)
+        return sock
+
+    def engine(self):
+        self.engines.append(kv.OffloadEngine(self.config, workers=self.workers))
+        return self.engines[-1]
+
+    def settle(self):
+        """Wait for every `join`."""
+        while self.threads:
+            self.threads.pop().join(20)
+
+    def close(self):
+        for engine in self.engines:
+            engine.close()
+        self.workers.shutdown()
+        self.settle()
+        for rank in self.ranks:
+            rank.close()
+
+
+@pytest.fixture
+def make_world():
+    worlds = []
+
+    def make(*args, **kwargs):
+        worlds.append(World(*args, **kwargs))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+def until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def store_and_load(world, engine, seed):
+    """Store two blocks on every rank and load them elsewhere; return whether the bytes are right."""
+    chain = kv.BlockChain(engine.geometry.groups, tokens(8, seed))
+    engine.begin(str(seed), chain)
+    caches = [rank.kv_caches.tensors[0].view for rank in world.ranks if not rank.lost]
+    arrays = [np.asarray(view) for view in caches]
+    for number, array in enumerate(arrays):
+        array[[1, 2]] = seed % 50 + number + 1
+        array[[8, 9]] = 0
+    job = engine.submit_store(str(seed), kv.GPULoadStoreSpec([1, 2], [2], [0]), "host-visible")
+    (stored,) = [done.result for done in engine.wait([job], 10) if done.job_id == job]
+    assert stored.stored == 2, stored
+    job = engine.submit_load(str(seed), kv.GPULoadStoreSpec([8, 9], [2], [0]))
+    engine.wait([job], 10)
+    engine.finish(str(seed))
+    return all((array[[8, 9]] == seed % 50 + number + 1).all() for number, array in enumerate(arrays))
+
+
+def test_two_that_claim_one_rank_before_the_start_are_told_apart(make_world):
+    world = make_world()
+    world.join(world.rank(0))
+    until(lambda: 0 in world.workers._channel.hellos)
+    second = world.raw(0)
+    refusal = decode_welcome(second.recv(4096)).refusal
+    assert "rank 0 is process" in refusal
+    assert "two processes cannot be one rank" in refusal
+    second.close()
+    world.join(world.rank(1))
+    with world.engine() as engine:
+        world.settle()
+        assert world.outcomes == [None, None]
+        assert store_and_load(world, engine, 1)
+
+
+def test_rank_that_is_gone_before_the_region_is_replaced(make_world):
+    world = make_world()
+    gone = world.raw(0, page_sizes=[PAGE * 2])
+    until(lambda: 0 in world.workers._channel.hellos)
+    gone.close()
+    until(lambda: 0 not in world.workers._channel.hellos)
+    for rank in (0, 1):
+        world.join(world.rank(rank))
+    with world.engine() as engine:
+        assert store_and_load(world, engine, 1), "the dead one's page size is nobody's measure"
+
+
+def test_rank_that_ends_without_reading_its_welcome_breaks_nothing(make_world):
+    world = make_world()
+    unread = world.raw(0)
+    world.join(world.rank(1))
+    engine = world.engine()
+    starting = threading.Thread(target=engine.start)
+    starting.start()
+    until(lambda: world.workers._channel._region is not None)
+    unread.recv(1, socket.MSG_PEEK)
+    unread.close()  # with unread data: the other end is reset, not just closed
+    until(lambda: 0 not in world.workers._channel.hellos)
+    world.join(world.rank(0))
+    starting.join(20)
+    engine.adopt()
+    world.settle()
+    assert world.outcomes == [None, None]
+    assert world.workers._channel.broken is None
+    world.ranks.reverse()
+    assert store_and_load(world, engine, 1)
+
+
+@pytest.mark.parametrize("nonsense", [b"GET / HTTP/1.1", b""])
+def test_strangers_are_dropped(make_world, nonsense):
+    world = make_world()
+    sock, pidfd = meeting.connect(world.workers.address, 5)
+    os.close(pidfd)
+    if nonsense:
+        sock.send(nonsense)
+        assert sock.recv(10) == b""
+    sock.close()
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(world.workers._channel._endpoint)
+    dealer.send(b"nonsense")
+    until(lambda: world.workers._channel.dropped == 1)
+    dealer.close()
+    context.term()
+    for rank in (0, 1):
+        world.join(world.rank(rank))
+    with world.engine() as engine:
+        assert store_and_load(world, engine, 1)
+
+
+def test_shutdown_ends_every_wait_at_once(make_world):
+    world = make_world()
+    world.join(world.rank(0))
+    until(lambda: 0 in world.workers._channel.hellos)
+    errors = []
+
+    def gather():
+        try:
+            world.workers.gather(world.config)
+        except kv.ClosedError as error:
+            errors.append(str(error))
+
+    waiting = threading.Thread(target=gather)
+    waiting.start()
+    began = time.monotonic()
+    world.workers.shutdown()
+    waiting.join(10)
+    world.settle()
+    assert time.monotonic() - began < 5
+    assert errors == ["the ranks were shut down while they joined"]
+    assert isinstance(world.outcomes[0], kv.ClosedError)
+    assert "went away" in str(world.outcomes[0])
+
+
+def test_ranks_join_the_next_deciding_process(make_world):
+    address = f"@kvoffload-test-{os.getpid()}"
+    world = make_world(address=address)
+    for life in range(3):
+        for rank in (0, 1):
+            world.join(world.ranks[rank] if life else world.rank(rank))
+        with world.engine() as engine:
+            world.settle()
+            assert world.outcomes[-2:] == [None, None]
+            assert store_and_load(world, engine, life)
+            assert not world.ranks[0].wait_until_lost(0.0)
+        assert all(rank.wait_until_lost(10) for rank in world.ranks)
+        world.workers = kv.RemoteWorkers(2, address=address, join_timeout=20)
+
+
+def test_rank_that_comes_again_gets_the_commands_of_its_own_life_only(make_world):
+    """With the piggyback transport all ranks get the same message."""
+    world = make_world(transport="piggyback")
+    for rank in (0, 1):
+        world.join(world.rank(rank))
+    with world.engine() as engine:
+        world.settle()
+        engine.begin("a", kv.BlockChain(engine.geometry.groups, tokens(16)))
+
+        def step():
+            commands = engine.take_commands()
+            for number, rank in enumerate(world.ranks):
+                if not rank.lost:
+                    engine.apply_results(number, rank.execute(commands))
+            return [done.result for done in engine.poll()]
+
+        def steps():
+            until(lambda: results.extend(step()) or results)
+            return results.pop()
+
+        results = []
+        engine.submit_store("a", kv.GPULoadStoreSpec([1], [1], [0]), "host-visible")
+        assert steps().stored == 1
+        engine.submit_store("a", kv.GPULoadStoreSpec([2], [1], [1]), "host-visible")
+        world.ranks[1].close()
+        until(lambda: world.workers.absent() is not None)
+        world.join(world.ranks[1])
+        world.settle()
+        until(lambda: world.workers.absent() is None)
+        engine.poll()
+        engine.submit_store("a", kv.GPULoadStoreSpec([3], [1], [2]), "host-visible")
+        first, second = steps(), steps()
+        assert {(first.stored, first.failed), (second.stored, second.failed)} == {(0, 1), (1, 0)}
+
+
+def test_rank_with_fewer_gpu_blocks_may_not_take_the_place(make_world):
+    world = make_world()
+    for rank in (0, 1):
+        world.join(world.rank(rank))
+    with world.engine():
+        world.settle()
+        world.ranks[1].close()
+        until(lambda: world.workers.absent() is not None)
+        with pytest.raises(kv.ConfigError, match="rank 1 has 16 GPU blocks, the instance was started with 32"):
+            world.rank(1, blocks=16).start()
+        world.rank(1, blocks=40).start()
+        until(lambda: world.workers.absent() is None)
+
+
+def test_deciding_process_with_another_block_size_is_named(make_world):
+    world = make_world()
+    for rank in (0, 1):
+        world.join(world.rank(rank))
+    world.config = world.make_config(block_size=8)
+    with pytest.raises(kv.ConfigError, match="the ranks have block_size_factor 1, the deciding process 2"):
+        world.engine().start()
+
+
+def test_rank_with_a_running_copy_keeps_its_blocks_and_cannot_join_again(make_world, monkeypatch):
+    world = make_world(1, transport="piggyback")
+    rank = world.rank(0)
+    handlers = ScriptedOffloadingHandlers.over(rank.kv_caches, 1, 16)
+    handlers.hold()
+    monkeypatch.setattr("kvoffload.service.ranks.rank_worker.CpuGpuOffloadingHandlers", lambda *_, **__: handlers)
+    world.join(rank)
+    with world.engine() as engine:
+        world.settle()
+        engine.begin("a", kv.BlockChain(engine.geometry.groups, tokens(8)))
+        job = engine.submit_store("a", kv.GPULoadStoreSpec([1, 2], [2], [0]), "host-visible")
+        rank.execute(engine.take_commands())
+        rank.close(0.05)
+        until(lambda: world.workers.absent() is not None)
+        engine.poll()
+        assert engine.busy_gpu_blocks([1, 2]) == [1, 2], "the copy still runs"
+        assert not rank.lost
+        world.workers._channel.stop(10)
+        rank._timeout = 0.1
+        with pytest.raises(kv.UndrainedCopies, match="rank 0 cannot join: its copies"):
+            rank.start()
+        handlers.gpu_to_cpu_handler.finish_all()
+        rank.close()
+        engine._ranks()._book.leave(0, "its channel was stopped by the test")
+        engine.wait([job], 10)
+        assert engine.busy_gpu_blocks([1, 2]) == []
+
+
+def test_socket_file_of_a_dead_process_is_replaced_and_goes_at_the_end(make_world, tmp_path):
+    path = tmp_path / "ranks.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left:
+        left.bind(str(path))
+    world = make_world(address=str(path))
+    with pytest.raises(kv.UsageError, match="use another address"):
+        kv.RemoteWorkers(2, address=str(path))
+    for rank in (0, 1):
+        world.join(world.rank(rank))
+    with world.engine() as engine:
+        assert store_and_load(world, engine, 1)
+    assert not path.exists()
+
+
+def test_joining_and_leaving_leaves_no_descriptors_and_no_threads(make_world):
+    world = make_world()
+    for rank in (0, 1):
+        world.join(world.rank(rank))
+
+    def left():
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), _num_maps()
+
+    with world.engine() as engine:
+        world.settle()
+        before = None
+        for number in range(12):
+            world.ranks[1].close()
+            until(lambda: world.workers.absent() is not None)
+            world.ranks[1].start()
+            until(lambda: world.workers.absent() is None)
+            engine.poll()
+            if number == 3:
+                before = left()
+        until(lambda: left()[:2] <= before[:2])
+        assert left()[2] <= before[2] + 4
+        assert store_and_load(world, engine, 1)
+
+
+def _num_maps():
+    return len(Path("/proc/self/maps").read_text().splitlines())
