@@ -18,6 +18,7 @@ from kvoffload.simulate.chaos.worlds import WORLDS, ChaosWorld
 MAX_CLIENTS = 20
 LOOK_AT_ALL = 512
 WORLD_OPS = 4000
+_PATIENCE = 2000
 
 
 @dataclass(slots=True)
@@ -99,10 +100,12 @@ class ChaosDriver:
                 running.task.cancel()
             elif running.steps is not None:
                 running.task = asyncio.ensure_future(_stream(running.steps, 0))
-        while place.running:
+        for _ in range(_PATIENCE):
             place.world.calm_down()
             await asyncio.sleep(0.0005)
             self._forget_finished(place)
+            if not place.running and not place.world.blocks.num_owned:  # the loop closes dropped generators by itself
+                return
 
     def _complain(self, what: str) -> None:
         self.violations.append(f"operation {self._done}: {what}")
@@ -194,7 +197,7 @@ class ChaosDriver:
         service = place.world.service
         await self._wait_for_clients(place)
         service.enabled = True
-        for _ in range(100):
+        for _ in range(_PATIENCE):
             place.world.calm_down()
             if await service.drain(0.05):
                 break
