@@ -44,6 +44,7 @@ class PublisherStats:
         sent_bytes: Payload bytes of live batches.
         dropped: Publications whose send was lost to a full queue (their changes were not).
         lag: Publications that wait for the sender now.
+        lag_seconds: Time since the sender last took something, while something waits.
         subscribers: Subscribers connected now, over all endpoints.
         announced: Engine blocks announced now (first endpoint).
         withheld: Blocks present but not announced now, by reason (first endpoint).
@@ -67,6 +68,7 @@ class PublisherStats:
     sent_bytes: int = 0
     dropped: int = 0
     lag: int = 0
+    lag_seconds: float = 0.0
     subscribers: int = 0
     announced: int = 0
     withheld: Mapping[str, int] = field(default_factory=dict)
@@ -83,6 +85,11 @@ class PublisherStats:
     decode_errors: int = 0
     merge_gaps: int = 0
     errors: int = 0
+
+    @property
+    def num_withheld(self) -> int:
+        """Blocks present but not announced now."""
+        return sum(self.withheld.values())
 
 
 _Publication = tuple[Sequence[OffloadingEvent], Mapping[OffloadKey, BlockInfo]]
@@ -241,13 +248,14 @@ class FeedPublisher:
         """Return counters and gauges; cheap, from any thread."""
         counters = [lane.counters for lane in self.lanes]
         first = self.lanes[0]
-        total = first.residency.withheld_total
+        total, waiting = first.residency.withheld_total, self._queue.qsize()
         return PublisherStats(
             published_batches=sum(c.batches for c in counters),
             published_events=sum(c.events for c in counters),
             sent_bytes=sum(c.sent_bytes for c in counters),
             dropped=self._dropped,
-            lag=self._queue.qsize(),
+            lag=waiting,
+            lag_seconds=max(0.0, self._monotonic() - self._sent_at) if waiting else 0.0,
             subscribers=sum(c.subscribers for c in counters),
             announced=len(first.journal),
             withheld={str(reason): count for reason, count in first.residency.withheld().items()},

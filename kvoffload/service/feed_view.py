@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Protocol, runtime_checkable
 
 FEED_FIELDS = {
-    "feed_events": "events",
-    "feed_batches": "batches",
-    "feed_dropped_batches": "dropped_batches",
+    "feed_events": "published_events",
+    "feed_batches": "published_batches",
+    "feed_dropped_batches": "dropped",
     "feed_replays": "replays",
-    "feed_replayed_batches": "replayed_batches",
+    "feed_replayed_batches": "replay_messages",
     "feed_errors": "errors",
     "feed_subscribers": "subscribers",
-    "feed_queue_events": "queue_events",
+    "feed_queue_events": "lag",
     "feed_lag_seconds": "lag_seconds",
-    "feed_announced_blocks": "announced_blocks",
-    "feed_withheld_blocks": "withheld_blocks",
+    "feed_announced_blocks": "announced",
+    "feed_withheld_blocks": "num_withheld",
 }
 """Metric: attribute of the feed's statistics."""
 

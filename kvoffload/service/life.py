@@ -39,6 +39,7 @@ from kvoffload.service.telemetry import Telemetry
 from kvoffload.spec.base import OffloadingSpec
 
 if TYPE_CHECKING:
+    from kvoffload.events.publisher import FeedPublisher
     from kvoffload.metrics.exposition import MetricsExposition
     from kvoffload.service.ranks.remote import RemoteWorkers
 
@@ -68,9 +69,10 @@ class EngineLife(ABC):
     ) -> None:
         self.config = config
         self.ground = Ground(config, kv_caches, workers, spec)
-        self._events, self._clock = events, clock
+        self._given_events, self._clock = events, clock
+        self._feed: FeedPublisher | None = None
         self.recorder: MetricsSink = metrics if metrics is not None else MetricsRecorder()
-        self.telemetry = Telemetry(config, self.recorder, events)
+        self.telemetry = Telemetry(config, self.recorder)
         self._exposition: MetricsExposition | None = None
         self._owner: int | None = None
         self._pid = os.getpid()
@@ -93,8 +95,11 @@ class EngineLife(ABC):
             raise UsageError("the engine was started before")
         self.bridge = CompletionBridge()
         try:
+            self._feed = self._open_feed()
             worker = self.ground.open()
         except BaseException:
+            if self._feed is not None:
+                self._feed.close()
             self.bridge.close()
             raise
         manager = self.spec.get_manager()
@@ -104,7 +109,7 @@ class EngineLife(ABC):
             manager,
             self.geometry,
             capacity=manager.stats().capacity,
-            events=self._events,
+            events=self.events,
             metrics=self.recorder,
             clock=self._clock,
             ring=self.bridge.notify,
@@ -129,10 +134,31 @@ class EngineLife(ABC):
         self._settler.attach(board, self.loads, self.stores)
         self.ledger = LoadLedger(core.metrics, config.prefill_tokens_per_second)
         self.telemetry.link_bytes_per_second = self.ground.measure_link()
-        self.telemetry.start(core, self.ledger, self.stats)
+        self.telemetry.start(core, self.ledger, self.stats, self.events)
         if self._exposition is None:  # its library takes a while to import: not later, on the loop
             self._exposition = self.metrics
         self._started = True
+
+    def _open_feed(self) -> FeedPublisher | None:
+        """Return the started publisher of the configuration's feed; None where events go elsewhere or nowhere."""
+        if self._given_events is not None or self.config.events is None:
+            return None
+        from kvoffload.events.publisher import create_publisher
+
+        feed = create_publisher(self.config)
+        if feed is not None:
+            feed.start()
+        return feed
+
+    @property
+    def events(self) -> EventSink | None:
+        """Where residency changes go: what the caller gave, the configuration's feed once started, or None."""
+        return self._given_events if self._given_events is not None else self._feed
+
+    @property
+    def feed(self) -> FeedPublisher | None:
+        """The configuration's feed, once started; None when it is off or events go elsewhere."""
+        return self._feed
 
     @property
     def spec(self) -> OffloadingSpec:
@@ -262,6 +288,8 @@ class EngineLife(ABC):
                 self.spec.shutdown()
                 core.manager.shutdown()
             self.bridge.close()
+            if self._feed is not None:
+                self._feed.close()
 
     def raise_unclean(self) -> None:
         """Say what could not be closed in order.

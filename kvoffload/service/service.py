@@ -277,6 +277,11 @@ class OffloadService:
         return await wait_released(self.resolver, self.engine.unreleased_jobs(), timeout)
 
     @property
+    def events(self) -> EventSink | None:
+        """Where residency changes go; the feed of `config.events` is a `FeedPublisher` (`gpu_stored`, `reannounce`)."""
+        return self.engine.events
+
+    @property
     def enabled(self) -> bool:
         """Loads may hit and stores are taken; switching off drops the cache and announces the removals."""
         return self.engine.enabled

@@ -113,35 +113,35 @@ class Telemetry:
     Args:
         config: The engine's configuration.
         recorder: Where the service counts.
-        events: The events sink, asked for the feed's numbers.
     """
 
-    def __init__(self, config: OffloadConfig, recorder: MetricsSink, events: object) -> None:
+    def __init__(self, config: OffloadConfig, recorder: MetricsSink) -> None:
         self.recorder = recorder
         self.link_bytes_per_second: dict[str, float] = {}
-        self._events = events
         self._labels = {"model_name": config.model_name or "unknown", "engine": config.instance_id or "0"}
         self._info = {
             "version": __version__,
             "policy": config.eviction_policy,
             "spec": config.spec_name,
             "block_size_factor": str(config.block_size_factor),
-            "feed": "on" if isinstance(events, FeedStatistics) else "off",
+            "feed": "off",
         }
         self._sizes: dict[str, Mapping[str, float]] = {}
         self._more: list[Callable[[], Values]] = []
         self._core: Core | None = None
+        self._events: object = None
         self._final: MetricsSnapshot | None = None
 
-    def start(self, core: Core, ledger: LoadLedger, read_stats: Callable[[], Stats]) -> None:
-        """The engine has its parts."""
+    def start(self, core: Core, ledger: LoadLedger, read_stats: Callable[[], Stats], events: object) -> None:
+        """The engine has its parts; `events` is asked for the feed's numbers."""
         geometry = core.geometry
         self._info["block_size"] = str(geometry.spans[0])
+        self._info["feed"] = "on" if isinstance(events, FeedStatistics) else "off"
         self._sizes = {
             "cache_block_bytes": {"": sum(geometry.block_bytes) * geometry.groups[0].factor},
             "block_tokens": {"": geometry.spans[0]},
         }
-        self._core, self._ledger, self._read_stats = core, ledger, read_stats
+        self._core, self._ledger, self._read_stats, self._events = core, ledger, read_stats, events
         self._started_unix_seconds = time.time()
         self._desk = SnapshotDesk(self.snapshot, core.ring)
 
