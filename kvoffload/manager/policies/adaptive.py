@@ -195,6 +195,7 @@ class AdaptiveCachePolicy(CachePolicy):
             hint=hint_number(outcome),
             priority=clamp_priority(priority),
         )
+        state.prospects = None
         self._learner.finish(state, chains, ending)
         self._let_go(state)
         self._finished += 1

@@ -3,9 +3,8 @@
 Theory of operation. Blocks of one *reuse class* (how its run is used, how much was asked and answered, the hint it
 came with) are taken to behave alike. Per class and age bin two sums are kept: blocks that lived through the bin
 (*exposed*) and blocks that were asked for in it (*asked*), both halved every few thousand requests. Their quotient,
-smoothed towards the class's kind and towards all blocks, is the hazard of reuse. The rank of (class, bin) is its
-Gittins index: over the best horizon, reuses bought per second that a block of memory stays occupied. The lowest rank is
-evicted first.
+smoothed towards wider sets of blocks, is the hazard of reuse. The rank of (class, bin) is its Gittins index: over the
+best horizon, reuses bought per second that a block of memory stays occupied. The lowest rank is evicted first.
 
 Sources: the Gittins index for caching; hit density of LHD (Beckmann et al., NSDI'18).
 """
@@ -21,8 +20,9 @@ BINS = 14
 EDGES_SECONDS = (0.0, *(2.0**exponent for exponent in range(BINS - 1)), 4.0 * 2.0 ** (BINS - 1))
 """Age bins: below 1 s, then one for each doubling; the last one has no end, this is the length it counts with."""
 
-_CLASS_WEIGHT = 500.0
+CLASS_WEIGHT = 500.0
 _MAX_HAZARD = 0.98
+_DECAY = 0.5
 
 SHARED = 3
 PRIVATE_PATH = 2
@@ -38,8 +38,8 @@ def age_bin(age_seconds: float) -> int:
     return 0 if age_seconds < 1.0 else min(BINS - 1, 1 + int(log2(age_seconds)))
 
 
-class KindTotals:
-    """The sums of one kind over its classes; hazards of thin classes lean on them."""
+class Sums:
+    """Blocks asked for again and blocks that entered the bin, by age bin."""
 
     __slots__ = ("asked", "exposed")
 
@@ -47,40 +47,58 @@ class KindTotals:
         self.asked = [0.0] * BINS
         self.exposed = [0.0] * BINS
 
+    def hazards(self, towards: list[float], weight: float) -> list[float]:
+        """Return asked / exposed by bin, smoothed with `weight` blocks that behave like `towards`."""
+        return [
+            (asked + weight * base) / (exposed + weight)
+            for asked, exposed, base in zip(self.asked, self.exposed, towards, strict=True)
+        ]
 
-class ReuseClass:
+    def decay(self) -> None:
+        """Halve everything: the past counts less."""
+        self.asked[:] = [value * _DECAY for value in self.asked]
+        self.exposed[:] = [value * _DECAY for value in self.exposed]
+
+
+class ReuseClass(Sums):
     """Blocks that are taken to behave alike.
 
     Attributes:
         key: Kind, level, hint, priority.
         number: Order of creation: breaks ties.
-        asked: Blocks asked for again, by age bin.
-        exposed: Blocks that entered the bin.
+        margins: Sums over wider sets of classes that hold this one: its kind first, then its level, its hint.
         rank: Gittins index by age bin, times 2 to the power of the priority.
+        in_heap: Bins whose cell has an entry of the current rank in the heap.
         cells: Evictable nodes by age bin, the longest unused first.
         exposures: Watched nodes by age bin, the same order.
     """
 
-    __slots__ = ("asked", "cells", "exposed", "exposures", "in_heap", "key", "kind", "number", "rank", "worth")
+    __slots__ = ("cells", "exposures", "in_heap", "key", "margins", "number", "rank", "worth")
 
-    def __init__(self, key: ClassKey, kind: KindTotals, number: int) -> None:
+    def __init__(self, key: ClassKey, margins: tuple[Sums, ...], number: int) -> None:
+        super().__init__()
         self.key = key
-        self.kind = kind
+        self.margins = margins
         self.number = number
         self.worth = 2.0 ** key[3]
-        self.asked = [0.0] * BINS
-        self.exposed = [0.0] * BINS
         self.rank = [0.0] * BINS
         self.in_heap = [False] * BINS
         self.cells: list[OrderedDict[Node, None]] = [OrderedDict() for _ in range(BINS)]
         self.exposures: list[OrderedDict[Node, None]] = [OrderedDict() for _ in range(BINS)]
 
-    def update_rank(self, base: list[float]) -> None:
-        """Recompute the ranks in one pass from the oldest bin; `base` holds the kind's hazards."""
+    def base(self, of_kind: list[float]) -> list[float]:
+        """Return the hazards to lean on: those of the kind; with a hint, as if hint and level acted independently."""
+        if not self.key[2]:
+            return of_kind
+        by_level, by_hint = (sums.hazards(of_kind, CLASS_WEIGHT) for sums in self.margins[1:])
+        return [a * b / kind for a, b, kind in zip(by_level, by_hint, of_kind, strict=True)]
+
+    def update_rank(self, of_kind: list[float]) -> None:
+        """Recompute the ranks in one pass from the oldest bin; `of_kind` holds the kind's hazards."""
+        hazards = self.hazards(self.base(of_kind), CLASS_WEIGHT)
         stack: list[tuple[float, float, float]] = []  # reuses, block-seconds, survival of a horizon's pieces
         for index in range(BINS - 1, -1, -1):
-            hazard = (self.asked[index] + _CLASS_WEIGHT * base[index]) / (self.exposed[index] + _CLASS_WEIGHT)
-            hazard = min(hazard, _MAX_HAZARD)
+            hazard = min(hazards[index], _MAX_HAZARD)
             reuses, survival = hazard, 1.0 - hazard
             seconds = (1.0 - hazard / 2.0) * (EDGES_SECONDS[index + 1] - EDGES_SECONDS[index])
             while stack and stack[-1][0] * seconds > reuses * stack[-1][1]:

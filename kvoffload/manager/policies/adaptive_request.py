@@ -158,7 +158,7 @@ class RequestLearner:
             known = self._known_nodes(path, matched)
             continues, fork = _role(path[:known])
             fresh = sum(len(node.keys) for node in path[known:]) * table.weight
-            levels = [reuse_level(answer, fresh) for answer in _ANSWER_LENGTHS]
+            levels = tuple(reuse_level(answer, fresh) for answer in _ANSWER_LENGTHS)
             private = table.expected_rank(PRIVATE_PATH, levels, priority)
             tail = table.expected_rank(LATER_TURN if continues else FIRST_TURN, levels, priority)
             for index, node in enumerate(path):
@@ -191,7 +191,7 @@ class RequestLearner:
             last.turn = NO_CONVERSATION
         hint, priority = ending.hint, ending.priority
         fresh = sum(len(node.keys) for node in path[known:]) * table.weight
-        level = 0 if hint else reuse_level(ending.answer_tokens, fresh)
+        level = reuse_level(ending.answer_tokens, fresh)
         private = table.get((PRIVATE_PATH, level, hint, priority))
         tail = table.get((LATER_TURN if continues else FIRST_TURN, level, hint, priority))
         for index, node in enumerate(path):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
 from kvoffload.manager.policies.adaptive_hazard import (
     BINS,
     EDGES_SECONDS,
+    SHARED,
     ClassKey,
-    KindTotals,
     ReuseClass,
+    Sums,
     age_bin,
 )
 from kvoffload.manager.policies.adaptive_node import Node
@@ -19,7 +19,7 @@ from kvoffload.manager.policies.adaptive_node import Node
 _PRIOR_HAZARD = 0.06
 _KIND_WEIGHT = 240.0
 _SCAN_SHARE = 0.125
-_DECAY = 0.5
+_MAX_RERANKS = 2
 
 
 class ReuseTable:
@@ -27,18 +27,19 @@ class ReuseTable:
 
     Args:
         block_weight: Size of a block in units of 512 tokens: the constants are in these.
-        rerank_requests: Within this many requests every class is reranked once, a few at a time.
+        rerank_requests: Within this many requests every class is reranked once (later if there are very many).
     """
 
     __slots__ = (
         "_base",
         "_cursor",
         "_due",
+        "_expected",
         "_heap",
+        "_margins",
         "_next_due",
         "_rerank_requests",
         "classes",
-        "kinds",
         "now",
         "weight",
     )
@@ -47,11 +48,12 @@ class ReuseTable:
         self.weight = block_weight
         self.now = 0.0
         self.classes: dict[ClassKey, ReuseClass] = {}
-        self.kinds: dict[int, KindTotals] = {}
+        self._margins: dict[tuple[int, int, int], Sums] = {}  # kind, level or -1, hint or -1
         self._rerank_requests = rerank_requests
         self._base: dict[int, list[float]] = {}
         self._cursor: list[ReuseClass] = []
         self._heap: list[tuple[float, int, int, ReuseClass]] = []
+        self._expected: dict[tuple[int, tuple[int, ...], int], float] = {}
         self._due = [0.0] * (BINS - 1)
         self._next_due = 0.0
 
@@ -59,12 +61,15 @@ class ReuseTable:
         """Return a class, made on first use."""
         found = self.classes.get(key)
         if found is None:
-            kind = self.kinds.get(key[0])
-            if kind is None:
-                kind = self.kinds[key[0]] = KindTotals()
+            kind, level, hint, _ = key
+            wider = [(kind, -1, -1)]
+            if kind != SHARED:
+                wider += [(kind, level, -1), (kind, -1, hint)] if hint else [(kind, level, -1)]
+            margins = tuple(self._margins.setdefault(name, Sums()) for name in wider)
+            found = self.classes[key] = ReuseClass(key, margins, len(self.classes))
+            if kind not in self._base:
                 self._update_base()
-            found = self.classes[key] = ReuseClass(key, kind, len(self.classes))
-            found.update_rank(self._base[key[0]])
+            found.update_rank(self._base[kind])
         return found
 
     def place(self, node: Node) -> None:
@@ -93,7 +98,8 @@ class ReuseTable:
         node.time = self.now
         weight = len(node.keys) * self.weight
         reuse.exposed[0] += weight
-        reuse.kind.exposed[0] += weight
+        for margin in reuse.margins:
+            margin.exposed[0] += weight
         queue = node.exposure = reuse.exposures[0]
         queue[node] = None
 
@@ -102,7 +108,8 @@ class ReuseTable:
         index = age_bin(age_seconds)
         weight = blocks * self.weight
         node.reuse.asked[index] += weight
-        node.reuse.kind.asked[index] += weight
+        for margin in node.reuse.margins:
+            margin.asked[index] += weight
 
     def advance(self, now: float) -> None:
         """Move the clock: nodes that outlived their bin enter the next one. A bin waits an eighth of its width."""
@@ -136,7 +143,7 @@ class ReuseTable:
     def _age_exposures(self, reuse: ReuseClass, index: int, limit: float) -> None:
         queue = reuse.exposures[index]
         following = reuse.exposures[index + 1] if index + 1 < BINS - 1 else None
-        weight = 0
+        blocks = 0
         while queue:
             node = next(iter(queue))
             if node.time > limit:
@@ -145,16 +152,19 @@ class ReuseTable:
             node.exposure = following
             if following is not None:
                 following[node] = None
-            weight += len(node.keys)
-        reuse.exposed[index + 1] += weight * self.weight
-        reuse.kind.exposed[index + 1] += weight * self.weight
+            blocks += len(node.keys)
+        weight = blocks * self.weight
+        reuse.exposed[index + 1] += weight
+        for margin in reuse.margins:
+            margin.exposed[index + 1] += weight
 
     def rerank(self) -> None:
         """Recompute a share of the ranks; called once per request."""
         if not self._cursor:
             self._update_base()
             self._cursor = list(self.classes.values())
-        for _ in range(-(-len(self.classes) // self._rerank_requests)):
+            self._expected.clear()
+        for _ in range(min(_MAX_RERANKS, -(-len(self.classes) // self._rerank_requests))):
             if not self._cursor:
                 return
             reuse = self._cursor.pop()
@@ -176,23 +186,20 @@ class ReuseTable:
         heapify(self._heap)
 
     def _update_base(self) -> None:
-        asked = [sum(kind.asked[index] for kind in self.kinds.values()) for index in range(BINS)]
-        exposed = [sum(kind.exposed[index] for kind in self.kinds.values()) for index in range(BINS)]
-        overall = [
-            (asked[index] + _KIND_WEIGHT * _PRIOR_HAZARD) / (exposed[index] + _KIND_WEIGHT) for index in range(BINS)
-        ]
-        for key, kind in self.kinds.items():
-            self._base[key] = [
-                (kind.asked[index] + _KIND_WEIGHT * overall[index]) / (kind.exposed[index] + _KIND_WEIGHT)
-                for index in range(BINS)
-            ]
+        """Recompute the hazards of the kinds, which lean on those of all blocks."""
+        kinds = {name[0]: sums for name, sums in self._margins.items() if name[1:] == (-1, -1)}
+        everything = Sums()
+        for sums in kinds.values():
+            everything.asked = [a + b for a, b in zip(everything.asked, sums.asked, strict=True)]
+            everything.exposed = [a + b for a, b in zip(everything.exposed, sums.exposed, strict=True)]
+        overall = everything.hazards([_PRIOR_HAZARD] * BINS, _KIND_WEIGHT)
+        self._base = {kind: sums.hazards(overall, _KIND_WEIGHT) for kind, sums in kinds.items()}
 
     def decay(self) -> None:
         """Halve all sums: the past counts less."""
-        everything: list[ReuseClass | KindTotals] = [*self.classes.values(), *self.kinds.values()]
+        everything: list[Sums] = [*self.classes.values(), *self._margins.values()]
         for sums in everything:
-            sums.asked[:] = [value * _DECAY for value in sums.asked]
-            sums.exposed[:] = [value * _DECAY for value in sums.exposed]
+            sums.decay()
 
     def lowest(self) -> tuple[float, OrderedDict[Node, None]] | None:
         """Return rank and cell of what is worth least; None when nothing is evictable."""
@@ -206,15 +213,26 @@ class ReuseTable:
             heappop(heap)
         return None
 
-    def expected_rank(self, kind: int, levels: Sequence[int], priority: int) -> float:
-        """Return the rank of young blocks whose level is one of these, weighted by how often each has been seen."""
-        total = weighted = 0.0
-        for level in levels:
-            reuse = self.get((kind, level, 0, priority))
-            weight = reuse.exposed[0] + 1.0
-            total += weight
-            weighted += weight * reuse.rank[0]
-        return weighted / total
+    def expected_rank(self, kind: int, levels: tuple[int, ...], priority: int) -> float:
+        """Return the rank of young blocks of unknown answer and hint, weighted by how often each class has been seen.
+
+        Args:
+            kind: Their kind.
+            levels: What their level can be.
+            priority: Their priority.
+        """
+        known = self._expected.get((kind, levels, priority))
+        if known is None:
+            for level in levels:
+                self.get((kind, level, 0, priority))
+            total = weighted = 0.0
+            for key, reuse in self.classes.items():
+                if key[0] == kind and key[3] == priority and key[1] in levels:
+                    weight = reuse.exposed[0] + 1.0
+                    total += weight
+                    weighted += weight * reuse.rank[0]
+            known = self._expected[kind, levels, priority] = weighted / total
+        return known
 
     def least_recent(self) -> OrderedDict[Node, None] | None:
         """Return the cell whose head has been unused longest: plain LRU order."""

@@ -1,0 +1,134 @@
+"""Hit ratios of cache policies over capacities: how much memory, which policy, what a hint is worth.
+
+Drives the production manager with request traces, without moving bytes. `belady` is the clairvoyant bound. A hint says
+what the embedder could have told about each request: finished:SAID:WRONG (the share of finished conversations said to
+be finished, and of living ones wrongly so), return:SIGMA (return times, each wrong by a factor exp(N(0, SIGMA))), noise
+or none. Policies that do not listen to hints (lru, arc, belady) are run once, without.
+
+Examples:
+  kvoffload simulate TRACE.jsonl --policy lru,adaptive,belady --capacity 1%,2%,5%,10%,20%
+  kvoffload simulate TRACE.jsonl --policy adaptive --hint none --hint finished:0.8:0.02 --json
+  kvoffload simulate --policy lru,adaptive --plot hits.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvoffload.cli.progress import progress_bar
+from kvoffload.cli.values import Capacity, capacity, positive
+
+if TYPE_CHECKING:
+    from kvoffload.simulate.simulator import SimulationResult
+
+_DEFAULT_CAPACITIES = "1%,2%,5%,10%,20%"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add("traces", nargs="*", type=Path, metavar="TRACE", help="request traces (JSON lines); none: built-in chats")
+    add("--policy", default="lru,arc,adaptive,belady", metavar="P,P,...", help="cache policies (%(default)s)")
+    add(
+        "--capacity",
+        type=_capacities,
+        default=_DEFAULT_CAPACITIES,
+        metavar="N|N%,...",
+        help="host memory in blocks, or in %% of each trace's unique blocks ("
+        + _DEFAULT_CAPACITIES.replace("%", "%%")
+        + ")",
+    )
+    add("--warmup", type=_share, default=0.5, metavar="SHARE", help="share of the trace's time not counted (0.5)")
+    add("--hint", action="append", metavar="HINT", help="hint given at each request's end; may be repeated (none)")
+    add(
+        "--partial-blocks",
+        choices=("drop", "keep"),
+        default="drop",
+        help="a prompt's unfinished last block: real engines do not offer it (drop)",
+    )
+    add("--metric", choices=("prefix", "block"), default="prefix", help="which hits the table and the plot show")
+    add("--store-step", type=positive, default=16, metavar="N", help="blocks computed and offered at a time (16)")
+    add("--requests", type=positive, metavar="N", help="stop after N requests (all of a trace; 2000 built-in)")
+    add("--seed", type=int, default=0, help="seed of the built-in chats and of the hints (0)")
+    add("--jobs", type=positive, metavar="N", help="processes (as many as there are CPUs)")
+    add("--json", action="store_true", help="a JSON list on standard output")
+    add("--plot", type=Path, metavar="FILE.png", help="draw hit ratio over capacity (needs kvoffload[plot])")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check everything that was asked for, simulate, report."""
+    from kvoffload.simulate.hints import parse_hint
+    from kvoffload.simulate.plot import plot, require_matplotlib
+    from kvoffload.simulate.simulator import DEAF, check_policy
+    from kvoffload.simulate.sweep import Cell, TraceSource, run_cells
+
+    policies = list(dict.fromkeys(name.strip() for name in args.policy.split(",")))
+    for name in policies:
+        check_policy(name)
+    hints = list(dict.fromkeys(parse_hint(text).text for text in args.hint or ["none"]))
+    if args.plot is not None:
+        require_matplotlib()
+    cells = []
+    for path in args.traces or [None]:
+        source = TraceSource(path, keep_partial=args.partial_blocks == "keep", seed=args.seed, limit=args.requests)
+        unique = source.load().unique_blocks
+        sizes = list(dict.fromkeys(max(1, size.resolve(unique)) for size in args.capacity))
+        cells += [
+            Cell(source, policy, hint, size, args.warmup, args.store_step)
+            for policy in policies
+            for hint in (hints if policy not in DEAF else ["none"])
+            for size in sizes
+        ]
+    jobs = args.jobs or len(os.sched_getaffinity(0))
+    with progress_bar("simulate", len(cells), unit="cells") as progress:
+        results = run_cells(cells, jobs, progress)
+    if args.plot is not None:
+        plot(results, args.metric, args.plot)
+        print(f"wrote {args.plot}", file=sys.stderr)
+    if args.json:
+        print(json.dumps([asdict(result) for result in results], indent=2))
+    else:
+        for trace in dict.fromkeys(result.trace for result in results):
+            _print_table([result for result in results if result.trace == trace], args.metric)
+    return 0
+
+
+def _print_table(results: Sequence[SimulationResult], metric: str) -> None:
+    """Print one trace's figures: a row per policy and hint, a column per capacity, hits (%) and blocks stored."""
+    sizes = sorted({result.capacity_blocks for result in results})
+    rows: dict[str, dict[int, SimulationResult]] = {}
+    for result in results:
+        name = f"{result.policy}, {result.hint}" if result.hint else result.policy
+        rows.setdefault(name, {})[result.capacity_blocks] = result
+    width = max(map(len, [*rows, "host memory (blocks)"]))
+    print(f"{results[0].trace}\n")
+    print(f"{'host memory (blocks)':{width}}", *(f"{size:>9,}" for size in sizes))
+    print(f"\n{metric} hits (%)")
+    for name, row in rows.items():
+        ratios = (getattr(row[size], f"{metric}_hit_ratio") for size in sizes)
+        print(f"{name:{width}}", *(f"{100 * ratio:9.2f}" for ratio in ratios))
+    print("\nblocks stored")
+    for name, row in rows.items():
+        print(f"{name:{width}}", *(f"{row[size].stored_blocks:9,}" for size in sizes))
+    print()
+
+
+def _capacities(text: str) -> list[Capacity]:
+    return [capacity(part.strip()) for part in text.split(",")]
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and below 1; got {text!r}")
+    return value
