@@ -31,6 +31,7 @@ def run_drive_command(
         speed=args.speed,
         verify=args.verify,
         forever=args.forever,
+        workers=args.workers,
     )
     with _server(args.http) as server, progress_bar("serving", measured.requests) as advance:
         observer = Observer(server, args.metrics_dump)
@@ -48,6 +49,7 @@ def run_drive_command(
         result = asyncio.run(serve())
     values = {
         "workload": workload.name,
+        "workers": args.workers,
         "policy": config.eviction_policy,
         "capacity_blocks": config.cpu_bytes_to_use // args.block_bytes,
         "capacity_bytes": config.cpu_bytes_to_use,

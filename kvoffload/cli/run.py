@@ -7,6 +7,7 @@ Examples:
   kvoffload run
   kvoffload run TRACE.jsonl --policy arc --capacity 5% --concurrency 32 --json
   kvoffload run TRACE.jsonl --dry --partial-blocks keep --capacity 5%
+  kvoffload run TRACE.jsonl --workers 4
   kvoffload run --forever --speed 10 --http 127.0.0.1:9464
 """
 
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="seed of the built-in chats (0)")
     add("--requests", type=positive, metavar="N", help="stop after N requests (all of a trace; 2000 built-in)")
     add("--skip-bad-lines", action="store_true", help="go on after a trace line that cannot be used, and count it")
+    add("--workers", type=natural, default=0, metavar="N", help="rank processes that share each block; 0: none (0)")
     add("--forever", action="store_true", help="begin anew at the end, until SIGTERM or Ctrl-C")
     add("--http", type=address, metavar="HOST:PORT", help="serve /metrics, /livez and /readyz while it runs")
     add("--metrics-dump", type=Path, metavar="FILE", help="write the metrics to FILE at the end")
@@ -81,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     if args.dry:
-        if args.forever or args.http or args.metrics_dump:
-            raise ConfigError("--forever, --http and --metrics-dump need the service: leave --dry out")
+        if args.forever or args.http or args.metrics_dump or args.workers:
+            raise ConfigError("--forever, --http, --metrics-dump and --workers need the service: leave --dry out")
         from kvoffload.cli.dry import run_dry_command
 
         return run_dry_command(args, workload, measured, config)
@@ -103,6 +105,7 @@ def _config(args: argparse.Namespace, workload: Workload, measured: WorkloadSize
         cpu_bytes_to_use=wanted // offloaded * offloaded,
         gpu_block_size=workload.block_tokens,
         block_size=workload.block_tokens * factor,
+        world_size=max(1, args.workers),
         eviction_policy=args.policy,
         store_threshold=args.store_threshold,
         model_name="simulated",

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,8 @@ from kvoffload.service.service import OffloadService
 from kvoffload.service.store_job import StoreJob
 from kvoffload.simulate.gpu_cache import GpuPrefixCache, GpuTable
 from kvoffload.simulate.gpu_memory import SimulatedGpu
+from kvoffload.simulate.rank_rig import RankRig
+from kvoffload.simulate.sharded_gpu import ShardedGpu
 from kvoffload.simulate.workload import Workload, WorkloadRequest, WorkloadSize
 
 _SHM = Path("/dev/shm")  # noqa: S108 - where regions live, not a temporary file
@@ -49,6 +51,7 @@ class DriveOptions:
         speed: Times faster than the trace's own clock; None: as fast as possible.
         verify: Check every loaded block.
         forever: Begin anew when the workload ends, until told to stop.
+        workers: Rank processes, each with its share of every block; 0: everything in this process.
     """
 
     block_bytes: int
@@ -58,6 +61,7 @@ class DriveOptions:
     speed: float | None = None
     verify: bool = True
     forever: bool = False
+    workers: int = 0
 
 
 class RunMetrics(MetricsRecorder):
@@ -180,7 +184,8 @@ class _Driver:
         scratch = min(measured.largest_request * min(options.concurrency, 4), _SCRATCH_BYTES // options.block_bytes)
         pool = max(measured.largest_request, options.gpu_blocks or scratch)
         self.cache = GpuPrefixCache(pool, reuse=options.gpu_blocks > 0)
-        self.gpu = SimulatedGpu(pool, options.block_bytes)
+        workers, block_bytes = options.workers, options.block_bytes
+        self.gpu = ShardedGpu(pool, block_bytes, workers) if workers else SimulatedGpu(pool, block_bytes)
         self.device = ThreadPoolExecutor(1, thread_name_prefix="simulated-gpu")
         self.block_tokens = workload.block_tokens
         self.result = DriveResult()
@@ -190,8 +195,7 @@ class _Driver:
     async def run(self) -> DriveResult:
         result = self.result
         loop = asyncio.get_running_loop()
-        caches = CanonicalKVCaches.from_layers(self.gpu.layers, block_dim=0)
-        async with OffloadService(self.config, caches, metrics=result.metrics) as service, self.beside(service):
+        async with self._service() as service, self.beside(service):
             ticker = loop.create_task(_tick(result.loop_lag_seconds))
             try:
                 start = loop.time()
@@ -208,6 +212,22 @@ class _Driver:
                 "jobs": stats.running_loads + stats.running_stores + stats.queued_stores + (not drained),
             }
         return result
+
+    @asynccontextmanager
+    async def _service(self) -> AsyncIterator[OffloadService]:
+        """Open the service, over memory in this process or over ranks."""
+        metrics = self.result.metrics
+        if isinstance(self.gpu, SimulatedGpu):
+            caches = CanonicalKVCaches.from_layers(self.gpu.layers, block_dim=0)
+            async with OffloadService(self.config, caches, metrics=metrics) as service:
+                yield service
+            return
+        rig = RankRig(self.config, self.gpu)
+        try:
+            async with rig.running(), OffloadService(self.config, workers=rig.workers, metrics=metrics) as service:
+                yield service
+        finally:
+            self.gpu.close()
 
     async def _serve_all(self, service: OffloadService, start: float) -> None:
         loop = asyncio.get_running_loop()

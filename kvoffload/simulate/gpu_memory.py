@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kvoffload.errors import ConfigError
 from kvoffload.memory.preflight import check_memory
 
+Buffer = memoryview | npt.NDArray[np.int8]
 Words = npt.NDArray[np.int64]
 
 
@@ -25,6 +26,7 @@ class SimulatedGpu:
         num_blocks: Blocks.
         block_bytes: Bytes of one block over all layers, a multiple of 8.
         seed: Seed of the fixed pages.
+        layers: Arrays made by `place_layers`, in memory that others share; None: made here.
 
     Attributes:
         layers: Arrays by layer name, for `CanonicalKVCaches.from_layers(layers, block_dim=0)`.
@@ -34,16 +36,18 @@ class SimulatedGpu:
         NoSpaceError: The machine has less memory.
     """
 
-    def __init__(self, num_blocks: int, block_bytes: int, *, seed: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, block_bytes: int, *, seed: int = 0, layers: dict[str, Words] | None = None
+    ) -> None:
         if block_bytes < 8 or block_bytes % 8:
             raise ConfigError(f"the bytes of a block must be a multiple of 8, got {block_bytes}")
-        check_memory(num_blocks * block_bytes, f"the simulated GPU of {num_blocks} blocks of {block_bytes} bytes")
-        num_layers = 2 if block_bytes % 16 == 0 else 1
-        words = block_bytes // 8 // num_layers
+        if layers is None:
+            size = num_blocks * block_bytes
+            check_memory(size, f"the simulated GPU of {num_blocks} blocks of {block_bytes} bytes")
+            layers = place_layers(num_blocks, block_bytes, np.zeros(size, np.int8))
+        self.layers = layers
+        words = next(iter(layers.values())).shape[1]
         rng = np.random.default_rng(seed)
-        self.layers: dict[str, Words] = {
-            f"layer.{index}": np.zeros((num_blocks, words), np.int64) for index in range(num_layers)
-        }
         pages = [rng.integers(np.iinfo(np.int64).min, np.iinfo(np.int64).max, words, np.int64) for _ in self.layers]
         self._parts = list(zip(self.layers.values(), pages, strict=True))
         self._scratch = np.empty(words, np.int64)
@@ -57,16 +61,28 @@ class SimulatedGpu:
 
     def count_wrong(self, blocks: Sequence[int], names: Sequence[bytes]) -> int:
         """Return how many of `blocks` do not hold the content that their name stands for, in every word."""
-        wrong = 0
+        return len(self.find_wrong(blocks, names))
+
+    def find_wrong(self, blocks: Sequence[int], names: Sequence[bytes]) -> list[int]:
+        """Return the positions in `blocks` that `count_wrong` counts."""
+        wrong = []
         scratch = self._scratch
-        for block, name in zip(blocks, names, strict=True):
+        for position, (block, name) in enumerate(zip(blocks, names, strict=True)):
             number = _number(name)
             for array, page in self._parts:
                 np.add(page, number, out=scratch)
                 if not np.array_equal(scratch, array[block]):
-                    wrong += 1
+                    wrong.append(position)
                     break
         return wrong
+
+
+def place_layers(num_blocks: int, block_bytes: int, memory: Buffer) -> dict[str, Words]:
+    """Return the layers of `num_blocks` blocks as arrays over memory of exactly their size."""
+    num_layers = 2 if block_bytes % 16 == 0 else 1
+    words = block_bytes // 8 // num_layers
+    arrays = np.frombuffer(memory, np.int64).reshape(num_layers, num_blocks, words)
+    return {f"layer.{index}": array for index, array in enumerate(arrays)}
 
 
 def _number(name: bytes) -> np.int64:

@@ -175,7 +175,9 @@ def test_a_run_without_end_serves_metrics_until_it_is_told_to_stop():
     assert json.loads(out)["requests"] >= served
 
 
-@pytest.mark.parametrize("option", [["--forever"], ["--http", "127.0.0.1:0"], ["--metrics-dump", "x"]])
+@pytest.mark.parametrize(
+    "option", [["--forever"], ["--http", "127.0.0.1:0"], ["--metrics-dump", "x"], ["--workers", "2"]]
+)
 def test_what_needs_the_service_is_refused_with_dry(option, capsys):
     assert main(["run", "--dry", "--requests", "5", *option]) == 2
     assert "--dry" in capsys.readouterr().err

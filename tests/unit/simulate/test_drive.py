@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import os
+import signal
 import threading
+from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 
@@ -17,14 +20,18 @@ BLOCK = 1024
 CLEAN = {"pins": 0, "jobs": 0, "tasks": 0, "threads": 0, "shm": 0}
 
 
-async def driven(workload, *, blocks, factor=1, progress=lambda _: None, **options):
+async def driven(
+    workload, *, blocks, factor=1, progress=lambda _: None, beside=lambda _: nullcontext(), stop=None, **options
+):
     measured = workload.measure()
     config = OffloadConfig(
         cpu_bytes_to_use=blocks * BLOCK * factor,
         gpu_block_size=workload.block_tokens,
         block_size=workload.block_tokens * factor,
+        world_size=options.get("workers") or 1,
     )
-    return await drive(workload, measured, config, DriveOptions(block_bytes=BLOCK, **options), progress=progress)
+    options = DriveOptions(block_bytes=BLOCK, **options)
+    return await drive(workload, measured, config, options, progress=progress, beside=beside, stop=stop)
 
 
 async def test_one_request_at_a_time_decides_as_the_manager_alone():
@@ -107,3 +114,44 @@ def test_rates_are_bytes_over_the_time_of_copies():
     metrics.observe("transfer_copy_seconds", 0.5, "store")
     metrics.observe("transfer_copy_seconds", 1.0, "store")
     assert metrics.rate("store") == 2.0
+
+
+async def test_ranks_serve_what_one_process_serves():
+    one = await driven(Workload(limit=80), blocks=200, concurrency=1)
+    two = await driven(Workload(limit=80), blocks=200, concurrency=1, workers=2)
+    assert (two.corrupt_blocks, two.failures, two.leaked) == (0, 0, CLEAN)
+    assert two.verified_blocks == two.loaded_blocks == pytest.approx(one.loaded_blocks, rel=0.02)
+    assert two.stored_blocks == pytest.approx(one.stored_blocks, rel=0.02)
+
+
+async def test_a_killed_rank_costs_hits_until_it_is_back():
+    """The service goes on; what the others hold, and the dead one's share of the region, is served again."""
+    stop, seen = asyncio.Event(), {}
+
+    @asynccontextmanager
+    async def beside(service):
+        seen["service"] = service
+        yield
+
+    def progress(result):
+        service = seen["service"]
+        if "killed" not in seen:
+            if result.loaded_blocks > 20:
+                seen["killed"] = result.loaded_blocks
+                os.kill(service.engine.ground.workers._channel.hellos[1].pid, signal.SIGKILL)
+        elif not service.health().ok:
+            seen["missing"] = result.loaded_blocks
+        elif "missing" in seen:
+            seen.setdefault("back", result.loaded_blocks)
+            if result.loaded_blocks > seen["back"] + 20:
+                stop.set()
+
+    workload = Workload(limit=100)
+    result = await driven(
+        workload, blocks=600, progress=progress, beside=beside, stop=stop, workers=2, forever=True, concurrency=2
+    )
+    assert result.corrupt_blocks == 0
+    assert result.leaked == CLEAN
+    assert seen["back"] <= seen["missing"] + 20
+    assert result.loaded_blocks > seen["back"] + 20
+    assert result.stats.manager.quarantined == 0
