@@ -85,12 +85,16 @@ class _Request:
 
     def __init__(self, context: UsesContext, generation: int) -> None:
         self.context = context
-        self.restart(generation)
+        self._start(generation)
 
     def restart(self, generation: int) -> None:
+        """Forget what was done with a cache that is no more."""
+        self.context.uses = RequestUses()
+        self._start(generation)
+
+    def _start(self, generation: int) -> None:
         self.generation = generation
         self.announced = False
-        self.context.uses = RequestUses()
         self.stores: list[_Job] = []
         self.loads: list[_Job] = []
         self.pending_since: float | None = None
@@ -185,15 +189,17 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
         self._views.pop(req_id, None)
         self._closed_to.discard(req_id)
         keys: Sequence[OffloadKey] = ()
+        outcome: RequestOutcome | None = None
         if not self._uses_at_finish:
             keys = self._all_keys(req_context, state)
+            outcome = RequestOutcome(now_seconds=self._clock())
         elif self._recency_only:
             position = req_context.get_offload_key_position
             self.cpu.refresh(state.context.uses.keys(position, one_group=self._one_group))
         else:
             state.context.position = req_context.get_offload_key_position
             state.context.one_group = self._one_group
-        self._front.finish_request(state.context, RequestOutcome(now_seconds=self._clock()), keys)
+        self._front.finish_request(state.context, outcome, keys)
         state.context.uses = RequestUses()
 
     def _all_keys(self, req_context: VllmContext, state: _Request) -> tuple[OffloadKey, ...]:

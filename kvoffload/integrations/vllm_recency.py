@@ -124,15 +124,27 @@ class RequestwiseARC(ARCCachePolicy):
         """Start anew on `table`, as a reset does: no request has learnt from a ghost."""
         super().bind(table)
         self._learnt = RequestBook()
+        self._ghostless: Sequence[OffloadKey] = ()
 
     def admit(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Sequence[OffloadKey]:
         """Let every key in, after learning from its ghost, once a request."""
         ghosts = self._ghosts.known(keys)
+        self._ghostless = keys if not ghosts else ()
         if ghosts and req_context.req_id is not None:
             ghosts = self._learnt.book(req_context.req_id, ghosts)
         if ghosts:
             self._learn(ghosts[::-1])
         return keys
+
+    def insert_blocks(self, keys: Sequence[OffloadKey], ids: Ids) -> None:
+        """Take new blocks into T1; ghosts were looked for when the keys were let in."""
+        if keys is not self._ghostless:
+            super().insert_blocks(keys, ids)
+            return
+        first = self._lists[0]
+        self.table.part[ids] = 1
+        first.size += len(ids)
+        first.append(ids)
 
     def on_request_finished(
         self,

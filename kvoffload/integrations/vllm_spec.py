@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -11,8 +10,9 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches as VllmCaches
 from vllm.v1.kv_offload.base import OffloadingSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvoffload.config import OffloadConfig
+from kvoffload.config import EventsConfig, OffloadConfig
 from kvoffload.errors import ConfigError
+from kvoffload.events.publisher import create_publisher
 from kvoffload.integrations.vllm_feed import Feed, OwnFeed, VllmFeed
 from kvoffload.integrations.vllm_manager import KVOffloadManager
 from kvoffload.integrations.vllm_metrics import metric_definitions
@@ -92,8 +92,11 @@ class KVOffloadSpec(OffloadingSpec):  # type: ignore[misc] # vLLM is untyped her
 
     def _make_feed(self) -> Feed | None:
         if self.offload.events is not None:
-            publisher = importlib.import_module("kvoffload.events.publisher")
-            return OwnFeed(publisher.create_publisher(self.offload))
+            publisher = create_publisher(self.offload)
+            if publisher is not None:
+                publisher.start()
+                logger.info("kvoffload: events on %s, replay on %s", publisher.endpoints, publisher.replay_endpoints)
+                return OwnFeed(publisher)
         return VllmFeed(self.blocks_per_chunk) if self.config.enable_kv_cache_events else None
 
     def get_worker(self, kv_caches: VllmCaches) -> KVOffloadWorker:
@@ -124,7 +127,14 @@ def offload_config(config: OffloadingConfig) -> OffloadConfig:
         raise ConfigError(f"{', '.join(clash)} cannot be set here: vLLM's own configuration decides")
     keys.setdefault("model_name", config.model.name)
     keys.setdefault("instance_id", config.engine_id)
-    events = keys.get("events")
-    if isinstance(events, Mapping) and config.parallel.data_parallel_index:
-        keys["events"] = {"dp_rank": config.parallel.data_parallel_index, **events}
+    if keys.get("events"):
+        keys["events"] = _events(keys["events"], config)
     return OffloadConfig(**keys, **derived)
+
+
+def _events(given: Any, config: OffloadingConfig) -> Any:  # noqa: ANN401 - checked by OffloadConfig
+    """Return the feed's configuration with this rank's number; beside the engine's own feed it is not the only one."""
+    events: dict[str, Any] = {"dp_rank": config.parallel.data_parallel_index}
+    if config.enable_kv_cache_events and not (isinstance(given, Mapping) and given.get("merge_from")):
+        events["sole_publisher"] = False
+    return {**events, **given} if isinstance(given, Mapping) else EventsConfig(**events) if given is True else given

@@ -127,7 +127,7 @@ def test_a_failed_store_never_becomes_readable_and_the_engine_lives(model, witho
 
 @pytest.mark.parametrize(("policy", "blocks_per_chunk"), [("lru", 1), ("arc", 2)])
 def test_many_requests_with_aborts_leave_the_books_balanced_and_a_reset_empties_them(model, policy, blocks_per_chunk):
-    found = scenario(model, "burst", eviction_policy=policy, blocks_per_chunk=blocks_per_chunk)
+    found = scenario(model, "burst", eviction_policy=policy, blocks_per_chunk=blocks_per_chunk, events="own")
     before, after = found["before"], found["after"]
     assert found["aborted"] > 20
     assert set(found["answers"].values()) == {1}  # each prompt was answered the same way every time
@@ -138,6 +138,11 @@ def test_many_requests_with_aborts_leave_the_books_balanced_and_a_reset_empties_
     assert found["reset"] is True
     assert after["free"] == after["capacity"]
     assert found["cached_after_reset"] == 0
+    assert found["feed_before"] == before["ready"] * blocks_per_chunk
+    assert found["feed_after"] == 0
+    assert found["feed_wrong"] == []
+    assert found["first_blocks"]
+    assert all(found["first_blocks"])
 
 
 def test_a_reset_with_running_copies_gives_their_memory_back(model, without_offloading):

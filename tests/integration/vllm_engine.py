@@ -150,10 +150,13 @@ def burst(model: str, options: dict[str, str]) -> dict[str, Any]:
     }  # fmt: skip
     if follower is not None:
         result["feed_before"] = follower.size(expect=before["ready"] * engine_blocks(options))
+        starts = [prompt["prompt_token_ids"][:32] for prompt in engine.prompts]
+        result["first_blocks"] = [tokens in starts for tokens in follower.first_blocks()]
     result["reset"] = engine.llm.reset_prefix_cache(reset_connector=True)
     result["after"] = engine.stats()
     if follower is not None:
         result["feed_after"] = follower.size(expect=0)
+        result["feed_wrong"] = follower.wrong
         follower.close()
     _, cached = engine.ask(engine.a)
     result["cached_after_reset"] = cached
@@ -219,18 +222,61 @@ def failing(model: str, options: dict[str, str]) -> dict[str, Any]:
 
 
 class Follower:
-    """An index of our feed, as another process would keep it."""
+    """An index of our feed, as another process keeps it: blocks by hash and medium, with their tokens."""
 
     def __init__(self, feed: Any) -> None:
-        from kvoffload.events.index import ResidencyIndex
+        import zmq
 
-        raise SystemExit(f"no follower yet for {feed!r} {ResidencyIndex!r}")
+        publisher = feed._sink
+        self.socket = zmq.Context.instance().socket(zmq.SUB)
+        self.socket.subscribe(b"")
+        self.socket.connect(publisher.endpoints[0])
+        self.held: dict[tuple[int, str], dict[str, Any]] = {}
+        self.wrong: list[str] = []
+        self._next: int | None = None
+        if not self._receive(10.0):  # a heartbeat: from here on nothing is missed
+            raise SystemExit("the feed is silent")
+
+    def _receive(self, seconds: float) -> bool:
+        import msgspec
+
+        if not self.socket.poll(int(seconds * 1000)):
+            return False
+        _, number, payload = self.socket.recv_multipart()
+        sequence = int.from_bytes(number, "big")
+        if self._next not in (None, sequence):
+            self.wrong.append(f"gap: {self._next} to {sequence}")
+        self._next = sequence + 1
+        for event in msgspec.msgpack.decode(payload)[1]:
+            if event["type"] == "AllBlocksCleared":
+                self.held.clear()
+                continue
+            for index, name in enumerate(event["block_hashes"]):
+                key = (name, event["medium"])
+                if event["type"] == "BlockRemoved":
+                    if self.held.pop(key, None) is None:
+                        self.wrong.append(f"removed without store: {key}")
+                    continue
+                if key in self.held:
+                    self.wrong.append(f"stored twice: {key}")
+                size = event["block_size"]
+                self.held[key] = event | {"tokens": event["token_ids"][index * size : (index + 1) * size]}
+        return True
 
     def size(self, expect: int) -> int:
-        raise NotImplementedError
+        """Return how many blocks are held, once it is `expect` or after a few seconds."""
+        deadline = time.monotonic() + 5
+        while len(self.held) != expect and time.monotonic() < deadline:
+            self._receive(0.2)
+        return len(self.held)
+
+    def first_blocks(self) -> list[list[int]]:
+        """Return the tokens of the blocks that begin a prompt."""
+        return [block["tokens"] for (name, _), block in self.held.items() if block["block_hashes"][0] == name
+                and block["parent_block_hash"] is None]  # fmt: skip
 
     def close(self) -> None:
-        raise NotImplementedError
+        self.socket.close(linger=0)
 
 
 SCENARIOS = {
