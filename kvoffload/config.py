@@ -283,7 +283,7 @@ class OffloadConfig(_Model):
     prefill_tokens_per_second: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Prefill speed of the engine: turns loaded tokens into saved seconds."""
     debug_checks: bool = False
-    """Check the books after each step; slow."""
+    """Check the books after each step, paint freed GPU blocks and compare checksums (host memory); slow."""
     events: Annotated[EventsConfig | None, BeforeValidator(_events)] = None
     """The events feed; None: off."""
 

@@ -118,15 +118,18 @@ def _add_histogram(
         family.add_metric([*constant, value] if metric.label else list(constant), buckets, data["sum"])
 
 
-_by_registry: weakref.WeakKeyDictionary[CollectorRegistry, OffloadCollector] = weakref.WeakKeyDictionary()
+_by_registry: weakref.WeakKeyDictionary[CollectorRegistry, weakref.ref[OffloadCollector]] = weakref.WeakKeyDictionary()
+"""The registry keeps its collector alive; a strong reference here would keep both, and their engines, for ever."""
 _by_registry_lock = threading.Lock()
 
 
 def collector_of(registry: CollectorRegistry) -> OffloadCollector:
     """Return the one collector of a registry, registered at its first use."""
     with _by_registry_lock:
-        collector = _by_registry.get(registry)
+        known = _by_registry.get(registry)
+        collector = known() if known is not None else None
         if collector is None:
-            collector = _by_registry[registry] = OffloadCollector()
+            collector = OffloadCollector()
+            _by_registry[registry] = weakref.ref(collector)
             registry.register(collector)
         return collector

@@ -17,6 +17,7 @@ from kvoffload.manager.base import (
     RequestOutcome,
 )
 from kvoffload.metrics.recorder import MetricsRecorder
+from kvoffload.service.checks import Checks
 from kvoffload.service.geometry import BlockGeometry
 from kvoffload.service.guard import GuardedManager, IsolatedEvents, IsolatedMetrics
 from kvoffload.service.history import KeyHistory
@@ -128,6 +129,7 @@ class Core:
         metrics: MetricsSink | None,
         clock: Callable[[], float],
         ring: Callable[[], None],
+        checks: Checks | None = None,
     ) -> None:
         self.manager = GuardedManager(manager, self.fail)
         self.geometry = geometry
@@ -136,7 +138,8 @@ class Core:
         self.events: EventSink = IsolatedEvents(events, self.metrics.count) if events is not None else NullEvents()
         self.clock = clock
         self.ring = ring
-        self.book = GPUBlockBook()
+        self.checks = checks if checks is not None else Checks()
+        self.book = GPUBlockBook(self.checks.freed)
         self.history = KeyHistory(2 * capacity)
         self.last_use = LastUse(2 * capacity)
         self.writing: dict[OffloadKey, Job] = {}

@@ -9,7 +9,7 @@ raises.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvoffload.errors import UsageError
@@ -197,6 +197,10 @@ class OffloadEngine(EngineLife):
         """Return those of `gpu_blocks` that a copy may still touch."""
         self.check()
         return self._core.book.busy(gpu_blocks)
+
+    def note_owner(self, gpu_blocks: Iterable[int]) -> None:
+        """With `debug_checks`: GPU blocks were handed out, and nothing was written to them yet."""
+        self._core.checks.owned(gpu_blocks)
 
     def give_back(self, gpu_blocks: Sequence[int], free: Free | None) -> None:
         """Pass GPU blocks to `free` as soon as no copy can touch them, each once."""

@@ -25,6 +25,7 @@ from kvoffload.metrics.recorder import MetricsRecorder
 from kvoffload.metrics.snapshot import MetricsSnapshot
 from kvoffload.service.board import TransferBoard
 from kvoffload.service.bridge import CompletionBridge
+from kvoffload.service.checks import DebugChecks
 from kvoffload.service.core import Core
 from kvoffload.service.geometry import BlockGeometry
 from kvoffload.service.leases import LeaseDesk
@@ -37,6 +38,7 @@ from kvoffload.service.settling import FAULT_POLL_SECONDS, Settler
 from kvoffload.service.stores import StoreDesk
 from kvoffload.service.telemetry import Telemetry
 from kvoffload.spec.base import OffloadingSpec
+from kvoffload.transfer.base import TransferWorker
 
 if TYPE_CHECKING:
     from kvoffload.events.publisher import FeedPublisher
@@ -94,25 +96,35 @@ class EngineLife(ABC):
         if self._started:
             raise UsageError("the engine was started before")
         self.bridge = CompletionBridge()
+        worker: TransferWorker | None = None
         try:
             self._feed = self._open_feed()
             worker = self.ground.open()
+            self._build(worker)
         except BaseException:
+            if worker is not None:
+                worker.shutdown(0.0)
+                self.spec.shutdown()
             if self._feed is not None:
                 self._feed.close()
             self.bridge.close()
             raise
+        self._started = True
+
+    def _build(self, worker: TransferWorker) -> None:
         manager = self.spec.get_manager()
         worker.set_notify(self.bridge.notify)
         config = self.config
+        capacity = manager.stats().capacity
         core = self._core = Core(
             manager,
             self.geometry,
-            capacity=manager.stats().capacity,
+            capacity=capacity,
             events=self.events,
             metrics=self.recorder,
             clock=self._clock,
             ring=self.bridge.notify,
+            checks=DebugChecks(self.geometry, self.ground.kv_caches, capacity) if config.debug_checks else None,
         )
         core.enabled = config.enabled
         core.ranks_expected = core.ranks_up = config.world_size if self.ground.workers is not None else 1
@@ -137,7 +149,6 @@ class EngineLife(ABC):
         self.telemetry.start(core, self.ledger, self.stats, self.events)
         if self._exposition is None:  # its library takes a while to import: not later, on the loop
             self._exposition = self.metrics
-        self._started = True
 
     def _open_feed(self) -> FeedPublisher | None:
         """Return the started publisher of the configuration's feed; None where events go elsewhere or nowhere."""
@@ -319,6 +330,7 @@ class EngineLife(ABC):
             self._core.fail("polling the handlers failed", error)
         self.leases.expire()
         self._settler.settle_fault()
+        self._core.checks.books(self._core.manager.stats)
         self.telemetry.serve()
 
     def break_down(self, reason: str, error: BaseException) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from kvoffload.errors import UsageError
+from kvoffload.errors import TransferError, UsageError
 from kvoffload.keys import OffloadKey
 from kvoffload.manager.base import Match
 from kvoffload.service.board import TransferBoard
@@ -220,6 +220,9 @@ class LoadDesk:
             self._close(job, self._failed(job, "copy_failed", outcome.error, queue, copy))
         elif job.generation != core.generation:
             self._close(job, self._failed(job, "reset", None, queue, copy))
+        elif (wrong := core.checks.wrong_load(job)) is not None:
+            core.manager.discard(job.keys)
+            self._close(job, self._failed(job, "copy_failed", TransferError(wrong), queue, copy))
         else:
             kind = LoadOutcome.PARTIAL if job.partial else LoadOutcome.LOADED
             self._close(job, LoadResult(kind, job.num_blocks, job.num_tokens, queue_seconds=queue, copy_seconds=copy))

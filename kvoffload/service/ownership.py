@@ -16,9 +16,14 @@ Free = Callable[[Sequence[int]], None]
 
 
 class GPUBlockBook:
-    """Counts copies per GPU block and passes blocks to `free` when the last copy of each has ended."""
+    """Counts copies per GPU block and passes blocks to `free` when the last copy of each has ended.
 
-    def __init__(self) -> None:
+    Args:
+        before_free: Called with blocks right before they are passed.
+    """
+
+    def __init__(self, before_free: Callable[[Sequence[int]], None] = lambda _: None) -> None:
+        self._before_free = before_free
         self._busy: dict[int, int] = {}
         self._waiting: dict[int, list[Free]] = {}
         self.failed_frees = 0
@@ -74,6 +79,7 @@ class GPUBlockBook:
 
     def _pass(self, free: Free, blocks: list[int]) -> None:
         try:
+            self._before_free(blocks)
             free(blocks)
         except Exception:
             self.failed_frees += 1

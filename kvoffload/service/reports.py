@@ -40,4 +40,5 @@ def collect_stats(core: Core, board: TransferBoard) -> Stats:
         deferred_gpu_blocks=core.book.num_deferred,
         quarantined_gpu_blocks=len({block for job in hung for block in job.gpu_blocks}),
         generation=core.generation,
+        debug_violations=core.checks.violations,
     )

@@ -76,6 +76,7 @@ class OffloadRequest:
         self.engine.begin(self.context, self.chain)
         self._state = self.engine.state(self.id)
         self._service.add(self)
+        self.engine.note_owner(block for table in self._tables() for block in table)
         return self
 
     async def __aexit__(

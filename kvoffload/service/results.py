@@ -154,3 +154,4 @@ class Stats:
     loaded_bytes: int = 0
     stored_bytes: int = 0
     generation: int = 0
+    debug_violations: int = 0

@@ -229,6 +229,7 @@ class StoreDesk:
             core.writing[key] = job
         request.jobs[job.id] = job
         job.on_release(request.forget_job)
+        core.checks.offered(ids)
         core.book.hold(ids)
         self._queued_bytes += job.num_bytes
         self._queue[job.id] = StoreOffer(job, spec, cpu_parts, ready)
@@ -332,6 +333,7 @@ class StoreDesk:
         core.flush_events(job.infos)
         verdict = job.verdict or StoreResult()
         if success and job.generation == core.generation:
+            core.checks.stored(job)
             self.stored_bytes += job.num_bytes
             job.result = verdict
         else:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
+import weakref
 
 import pytest
 from service.harness import BLOCK, ManualClock, Rig, tokens
@@ -418,3 +420,18 @@ async def test_service_that_cannot_start_leaves_nothing_and_says_so():
         service.check_open()
     with pytest.raises(kv.UsageError, match="entered once"):
         await service.__aenter__()
+
+
+async def test_engine_that_was_closed_and_forgotten_is_collected():
+    async def live():
+        rig = Rig()
+        service = rig.service()
+        async with service, _request(rig, service) as request:
+            await request.store(computed_tokens=12, ready="host-visible")
+            service.metrics.render()
+        return weakref.ref(service.engine)
+
+    forgotten = await live()
+    await asyncio.sleep(0)
+    gc.collect()
+    assert forgotten() is None
