@@ -13,6 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -288,19 +289,19 @@ class EngineLife(ABC):
 
     def drop_cache(self) -> None:
         """Announce the removal of all that was held, and let go of the manager and the bridge. Any thread."""
-        with self._stop_lock:
+        with self._stop_lock, ExitStack() as at_last:  # last one first, each also when another raises
             core = self._core
+            if self._feed is not None:
+                at_last.callback(self._feed.close)
+            at_last.callback(self.bridge.close)
+            if self._undrained is None:
+                at_last.callback(core.manager.shutdown)
+                at_last.callback(self.spec.shutdown)
             core.manager.reset_cache()
             core.flush_events(cause="reset")
             self.telemetry.finish(replace(self._last_stats or Stats(), manager=core.manager.stats()))
             if self._exposition is not None:
                 self._exposition.unregister()
-            if self._undrained is None:
-                self.spec.shutdown()
-                core.manager.shutdown()
-            self.bridge.close()
-            if self._feed is not None:
-                self._feed.close()
 
     def raise_unclean(self) -> None:
         """Say what could not be closed in order.

@@ -231,4 +231,7 @@ def test_loop_that_ends_closes_the_service_without_waiting_for_copies(loop):
         runner.run(main())
     assert world.service.engine.closed
     assert sorted(world.rig.freed) == [0, 1, 10, 11], "the copy still runs: its blocks must not be reused"
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvoffload")]
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("kvoffload")]
+    for thread in left:
+        thread.join(5.0)
+    assert not any(thread.is_alive() for thread in left)
