@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from kvoffload.cli.values import Capacity, address, capacity, natural, positive, size, speed
-from kvoffload.config import OffloadConfig
+from kvoffload.config import EventsConfig, OffloadConfig
 from kvoffload.errors import ConfigError
 from kvoffload.simulate.workload import Workload, WorkloadSize
 
@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--requests", type=positive, metavar="N", help="stop after N requests (all of a trace; 2000 built-in)")
     add("--skip-bad-lines", action="store_true", help="go on after a trace line that cannot be used, and count it")
     add("--workers", type=natural, default=0, metavar="N", help="rank processes that share each block; 0: none (0)")
+    add("--events", metavar="ENDPOINT", help="publish the feed, such as tcp://127.0.0.1:5557; replays at the next port")
     add("--forever", action="store_true", help="begin anew at the end, until SIGTERM or Ctrl-C")
     add("--http", type=address, metavar="HOST:PORT", help="serve /metrics, /livez and /readyz while it runs")
     add("--metrics-dump", type=Path, metavar="FILE", help="write the metrics to FILE at the end")
@@ -83,14 +84,26 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     if args.dry:
-        if args.forever or args.http or args.metrics_dump or args.workers:
-            raise ConfigError("--forever, --http, --metrics-dump and --workers need the service: leave --dry out")
+        if args.forever or args.http or args.metrics_dump or args.workers or args.events:
+            raise ConfigError(
+                "--forever, --http, --metrics-dump, --workers and --events need the service: leave --dry out"
+            )
         from kvoffload.cli.dry import run_dry_command
 
         return run_dry_command(args, workload, measured, config)
     from kvoffload.cli.drive import run_drive_command
 
     return run_drive_command(args, workload, measured, config)
+
+
+def _events(endpoint: str | None) -> EventsConfig | None:
+    """Return the feed's configuration: replays are answered at the port after the feed's."""
+    if endpoint is None:
+        return None
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"--events must end in a port, such as tcp://127.0.0.1:5557; got {endpoint!r}")
+    return EventsConfig(endpoint=endpoint, replay_endpoint=f"{host}:{int(port) + 1 if int(port) else 0}")
 
 
 def _config(args: argparse.Namespace, workload: Workload, measured: WorkloadSize) -> OffloadConfig:
@@ -109,4 +122,5 @@ def _config(args: argparse.Namespace, workload: Workload, measured: WorkloadSize
         eviction_policy=args.policy,
         store_threshold=args.store_threshold,
         model_name="simulated",
+        events=_events(args.events),
     )

@@ -29,6 +29,9 @@ from kvoffload.transfer.base import JobId
 
 logger = logging.getLogger(__name__)
 
+_REMEMBERED_KEYS = 1 << 17
+"""Fates that are remembered at least: a small cache would forget an eviction before its key is asked for again."""
+
 
 class NullEvents:
     """An `EventSink` that nobody listens to."""
@@ -140,7 +143,7 @@ class Core:
         self.ring = ring
         self.checks = checks if checks is not None else Checks()
         self.book = GPUBlockBook(self.checks.freed)
-        self.history = KeyHistory(2 * capacity)
+        self.history = KeyHistory(max(2 * capacity, _REMEMBERED_KEYS))
         self.last_use = LastUse(2 * capacity)
         self.writing: dict[OffloadKey, Job] = {}
         self.generation = 0

@@ -33,6 +33,7 @@ from kvoffload.simulate.workload import Workload, WorkloadRequest, WorkloadSize
 _SHM = Path("/dev/shm")  # noqa: S108 - where regions live, not a temporary file
 _DRAIN_SECONDS = 30.0
 _KEPT_VALUES = 4_000_000
+_TOKEN_IDS = 1 << 30
 _SCRATCH_BYTES = 1 << 30
 T = TypeVar("T")
 Work = Callable[[Sequence[int], Sequence[bytes]], T]
@@ -279,7 +280,7 @@ class _Driver:
         result, names = self.result, request.block_hashes
         table = await self._acquire(names)
         result.gpu_hit_blocks += table.cached
-        chain = service.chain(block_hashes=names)
+        chain = service.chain(self._tokens(names), block_hashes=names)
         stores: list[StoreJob] = []
         async with service.request(str(request.number), chain, gpu_blocks=table.blocks, free=self._release) as served:
             # A prompt with an unfinished block has tokens left to compute anyway.
@@ -305,6 +306,14 @@ class _Driver:
                 done = end
             served.finished(output_tokens=request.output_tokens)
         return stores
+
+    def _tokens(self, names: Sequence[bytes]) -> list[int]:
+        """Return tokens for blocks that a trace only names, the same ones for the same name, for the feed."""
+        if self.config.events is None:
+            return []
+        size = self.block_tokens
+        firsts = [int.from_bytes(name[-12:], "big") * size % _TOKEN_IDS for name in names]
+        return [first + place for first in firsts for place in range(size)]
 
     async def _check(self, table: GpuTable, names: Sequence[bytes], end: int) -> None:
         """Check what was loaded, up to block `end`; only then it serves later requests."""

@@ -14,7 +14,7 @@ import pytest
 from integration.prometheus_tools import DASHBOARDS, Prometheus, program, prometheus, promtool
 
 from kvoffload.cli.metrics_server import MetricsServer
-from kvoffload.config import OffloadConfig
+from kvoffload.config import EventsConfig, OffloadConfig
 from kvoffload.service.service import OffloadService
 from kvoffload.simulate.drive import DriveOptions, DriveResult, drive
 from kvoffload.simulate.workload import Workload
@@ -63,6 +63,8 @@ SUMS = {
     "blocks in a state": "sum(kvoffload_cache_blocks)",
     "capacity": "sum(kvoffload_cache_capacity_blocks)",
     "lookup hits": 'sum(kvoffload_lookups_total{result="hit"})',
+    "announced": "sum(kvoffload_feed_announced_blocks)",
+    "readable": 'sum(kvoffload_cache_blocks{state=~"ready|pinned"})',
     "metrics errors": "sum(kvoffload_metrics_errors_total)",
 }
 RECORDED = (
@@ -74,7 +76,7 @@ RECORDED = (
 
 def look(server: Prometheus, ended: float, observed: Observed) -> None:
     """Wait until everything was scraped after the end, then ask."""
-    server.wait_for(f"timestamp(kvoffload_requests_total) > {ended}")
+    server.wait_for(f"timestamp(kvoffload_requests_total) > {ended} and kvoffload_feed_queue_events == 0")
     observed.sums = {name: server.value(expression) for name, expression in SUMS.items()}
     server.wait_for("timestamp(kvoffload:hit_tokens:ratio_rate5m) > 0")
     observed.panels = {name: server.query(expression) for name, expression in panel_expressions().items()}
@@ -96,6 +98,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
         eviction_policy="adaptive",
         model_name="simulated",
         instance_id="run-1",
+        events=EventsConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0"),
     )
     options = DriveOptions(block_bytes=BLOCK_BYTES, concurrency=8)
     folder = tmp_path_factory.mktemp("prometheus")
@@ -139,6 +142,10 @@ def test_misses_by_cause_add_up_in_prometheus(observed):
     sums = observed.sums
     assert sums["looked for"] == sums["found"] + sums["missed"]
     assert sums["blocks in a state"] == sums["capacity"] > 0
+
+
+def test_the_feed_has_announced_what_is_readable(observed):
+    assert observed.sums["announced"] == observed.sums["readable"] > 0
 
 
 def test_every_recording_rule_was_evaluated(observed):

@@ -197,3 +197,20 @@ def test_an_address_that_cannot_be_bound_is_a_mistake_in_the_call(capsys):
         port = taken.getsockname()[1]
         assert main(["run", "--requests", "5", "--http", f"127.0.0.1:{port}"]) == 2
     assert f"127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_a_run_publishes_the_feed_when_asked_for(tmp_path):
+    dump = tmp_path / "metrics.txt"
+    options = ["--events", "tcp://127.0.0.1:0", "--metrics-dump", str(dump)]
+    assert main(["run", "--requests", "20", "--json", *options]) == 0
+    lines = dict(line.rsplit(" ", 1) for line in dump.read_text().splitlines() if not line.startswith("#"))
+    labels = '{engine="0",model_name="simulated"}'
+    assert float(lines[f"kvoffload_feed_enabled{labels}"]) == 1
+    assert float(lines[f"kvoffload_feed_events_total{labels}"]) > 0
+    assert float(lines[f"kvoffload_feed_withheld_blocks{labels}"]) == 0
+
+
+@pytest.mark.parametrize("wrong", ["5557", "tcp://host", "tcp://host:x"])
+def test_a_feeds_endpoint_ends_in_a_port(wrong, capsys):
+    assert main(["run", "--requests", "5", "--events", wrong]) == 2
+    assert "--events" in capsys.readouterr().err
