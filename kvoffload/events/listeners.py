@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import zmq
@@ -41,11 +41,18 @@ class SilenceWatch:
 class Listeners:
     """Counts the subscribers of all lanes. `poll` belongs to one thread; the sockets are made by the caller's.
 
+    Args:
+        lanes: Whose subscribers.
+        now: Monotonic time.
+        on_join: Told of each lane that got a subscriber, a tick after it connected.
+
     A monitor, not XPUB: it leaves the bytes that consumers exchange with the publisher as vLLM's are.
     """
 
-    def __init__(self, lanes: Sequence[Lane], now: float) -> None:
+    def __init__(self, lanes: Sequence[Lane], now: float, on_join: Callable[[Lane], None]) -> None:
         self._monitors = []
+        self._on_join = on_join
+        self._joined: set[int] = set()
         for lane in lanes:
             events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
             self._monitors.append((lane, lane.pub.get_monitor_socket(events), SilenceWatch(now)))
@@ -54,12 +61,17 @@ class Listeners:
 
     def poll(self, now: float) -> None:
         """Update the counts of all lanes and warn when nobody has listened for a minute."""
-        for lane, monitor, watch in self._monitors:
+        for index, (lane, monitor, watch) in enumerate(self._monitors):
+            if index in self._joined:  # one tick later: its subscription has crossed
+                self._joined.remove(index)
+                self._on_join(lane)
             with suppress(zmq.Again):
                 while True:
                     event = recv_monitor_message(monitor, zmq.NOBLOCK)["event"]
                     step = 1 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else -1
                     lane.counters.subscribers = max(lane.counters.subscribers + step, 0)
+                    if step > 0:
+                        self._joined.add(index)
             if watch.check(now, lane.counters.subscribers):
                 logger.warning("nobody has listened to feed %s for %.0f s", lane.endpoint, SILENCE_SECONDS)
 

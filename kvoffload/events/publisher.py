@@ -141,7 +141,7 @@ class FeedPublisher:
         try:
             for settings in resolve(config, model_name=model_name, instance_id=self.instance_id):
                 self.lanes.append(Lane(settings, self._context, clock))
-            self._listeners = Listeners(self.lanes, monotonic())
+            self._listeners = Listeners(self.lanes, monotonic(), self._joined)
         except BaseException:
             for lane in self.lanes:
                 lane.close()
@@ -413,6 +413,10 @@ class FeedPublisher:
             if count and reason not in self._warned:
                 self._warned.add(reason)
                 logger.warning("blocks are withheld from the feed, reason %s", reason)
+
+    def _joined(self, lane: Lane) -> None:
+        if lane.settings.reannounce_on_join:
+            self._command(lambda each: each.journal.reannounce() if each is lane else None)
 
     def _tick(self) -> None:
         self._listeners.poll(self._monotonic())

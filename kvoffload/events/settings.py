@@ -21,12 +21,24 @@ SequenceStart = Literal["zero", "epoch"]
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """What one consumer needs. `encodings` lists what it reads, the default first."""
+    """What one consumer needs.
+
+    Attributes:
+        encodings: What it reads, the default first.
+        contiguity: What its replays must be.
+        sequence_start: Where a new life's numbers must start.
+        pod_topic: The topic must be `kv@<pod>@<model>`.
+        empty_topic: The topic frame must be empty, unless the consumer is told another one.
+        reannounce_on_join: It asks for no replay when it starts late or after a restart: what is announced is told
+            again when a subscriber connects.
+    """
 
     encodings: tuple[Encoding, ...]
     contiguity: Contiguity
     sequence_start: SequenceStart
     pod_topic: bool = False
+    empty_topic: bool = False
+    reannounce_on_join: bool = False
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
@@ -34,7 +46,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "vllm": Preset(("map", "array"), "relaxed", "zero"),
         "dynamo": Preset(("map", "array"), "relaxed", "epoch"),
         "llm-d": Preset(("map", "array"), "strict", "zero", pod_topic=True),
-        "vllm-router": Preset(("map",), "strict", "zero"),
+        "vllm-router": Preset(("map",), "relaxed", "zero", empty_topic=True, reannounce_on_join=True),
         "aibrix": Preset(("array",), "strict", "zero"),
     }
 )
@@ -60,6 +72,7 @@ class EndpointSettings:
     max_tombstones: int
     max_sequences: int
     consumers: tuple[str, ...]
+    reannounce_on_join: bool
 
 
 def resolve(config: EventsConfig, *, model_name: str | None, instance_id: str) -> list[EndpointSettings]:
@@ -98,7 +111,10 @@ def _resolve_one(config: EventsConfig, model_name: str | None, instance_id: str)
         raise ConfigError(
             "sequence_start 'epoch' and contiguity 'strict' exclude each other: a replay from 0 would not end"
         )
-    topic = config.topic if config.topic is not None else f"kv@{config.pod or instance_id}@{model_name or 'model'}"
+    topic = config.topic
+    if topic is None:
+        empty = any(preset.empty_topic for preset in presets)
+        topic = "" if empty else f"kv@{config.pod or instance_id}@{model_name or 'model'}"
     if any(preset.pod_topic for preset in presets) and not re.fullmatch(r"kv@[^@]+@[^@]+", topic):
         raise ConfigError(f"topic {topic!r} is refused by llm-d: it must be kv@<pod>@<model> with exactly two '@'")
     check_ports(config.endpoint, config.replay_endpoint, config.ranks)
@@ -120,6 +136,7 @@ def _resolve_one(config: EventsConfig, model_name: str | None, instance_id: str)
         max_tombstones=config.max_tombstones,
         max_sequences=config.max_sequences,
         consumers=names,
+        reannounce_on_join=any(preset.reannounce_on_join for preset in presets),
     )
 
 

@@ -72,7 +72,8 @@ def program(arguments, ready_url, log):
         wait_for(ready, 30)
         yield process
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(5)
         except subprocess.TimeoutExpired:
@@ -207,8 +208,14 @@ def router(log, workers, feeds, extra=()):
         ROUTER, "-m", "vllm_router.launch_router", "--host", "127.0.0.1", "--port", str(port), "--policy", "kv_aware",
         "--worker-urls", *(worker.url for worker in workers), "--kv-event-block-size", str(BLOCK),
         "--kv-event-model", "m", "--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics),
-        "--kv-event-source", *(f"{w.url}={f.endpoints[0]}" for w, f in zip(workers, feeds, strict=True)),
-        "--kv-event-replay-source", *(f"{w.url}={f.replay_endpoints[0]}" for w, f in zip(workers, feeds, strict=True)),
+        *(
+            argument
+            for worker, feed in zip(workers, feeds, strict=True)
+            for argument in (
+                "--kv-event-source", f"{worker.url}={feed.endpoints[0]}",
+                "--kv-event-replay-source", f"{worker.url}={feed.replay_endpoints[0]}",
+            )
+        ),
         *extra,
     ]  # fmt: skip
     with program(arguments, f"http://127.0.0.1:{port}/health", log):

@@ -41,7 +41,7 @@ def test_a_ranks_endpoint_is_shifted_or_gets_a_suffix():
         ("vllm", "map", "relaxed", "zero"),
         ("dynamo", "map", "relaxed", "epoch"),
         ("llm-d", "map", "strict", "zero"),
-        ("vllm-router", "map", "strict", "zero"),
+        ("vllm-router", "map", "relaxed", "zero"),
         ("aibrix", "array", "strict", "zero"),
         ("llm-d,aibrix", "array", "strict", "zero"),
     ],
@@ -49,7 +49,7 @@ def test_a_ranks_endpoint_is_shifted_or_gets_a_suffix():
 def test_a_preset_sets_what_its_consumer_needs(consumer, encoding, contiguity, start):
     (found,) = settings(consumer=consumer)
     assert (found.encoding, found.contiguity, found.sequence_start) == (encoding, contiguity, start)
-    assert found.topic == "kv@pod@org/model"
+    assert found.topic == ("" if consumer == "vllm-router" else "kv@pod@org/model")
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,7 @@ def test_a_preset_sets_what_its_consumer_needs(consumer, encoding, contiguity, s
         ({"consumer": "aibrix", "encoding": "map"}, "is not read"),
         ({"consumer": "dynamo", "contiguity": "strict"}, "exclude each other"),
         ({"consumer": "llm-d", "topic": "kv"}, "refused by llm-d"),
+        ({"consumer": "llm-d,vllm-router"}, "refused by llm-d"),
         ({"consumer": "llm-d", "topic": "kv@a@b@c"}, "refused by llm-d"),
     ],
 )
