@@ -123,6 +123,8 @@ USED = f"1 - {total('cache_blocks', state='free')} / {total('cache_capacity_bloc
 
 MISS_SHARE = ratio(rate("miss_blocks", by="cause"), f"ignoring(cause) group_left() {rate('miss_blocks')}")
 READY = of("cache_blocks", state="~ready|pinned")
+FACTOR = f"on (instance, model_name, engine) group_left() {of('block_size_factor')}"
+READY_ENGINE_BLOCKS = f"sum({READY} * {FACTOR})"
 READY_BYTES = f"sum({READY} * on (instance, model_name, engine) group_left() {of('cache_block_bytes')})"
 
 OVERVIEW = Dashboard(
@@ -655,7 +657,7 @@ FEED = Dashboard(
                 ),
                 Panel(
                     "Dropped batches in the last hour",
-                    "Batches that could not be sent; consumers fetch them by replay.",
+                    "Publications lost to a full queue; consumers fetch their changes by replay.",
                     "Above 0: a consumer or the network is too slow.",
                     "short",
                     ((f"sum(increase({of('feed_dropped_batches')}[1h]))", "dropped"),),
@@ -691,26 +693,26 @@ FEED = Dashboard(
                 ),
                 Panel(
                     "Lag",
-                    "Age of the oldest event that waits for the sender.",
+                    "Time since the sender last took something, while something waits.",
                     "Above the batch window for long: the publisher's thread is starved.",
                     "s",
                     ((f"max({of('feed_lag_seconds')})", "lag"),),
                 ),
                 Panel(
-                    "Events that wait",
-                    "Events in the sender's queue.",
+                    "Publications that wait",
+                    "Publications in the sender's queue.",
                     "Near max_queue_size: drops begin.",
                     "short",
                     ((total("feed_queue_events"), "waiting"),),
                 ),
                 Panel(
                     "Announced against held",
-                    "Blocks that consumers know of, and blocks that can be loaded.",
-                    "The difference is withheld blocks, or media that are not announced.",
+                    "Engine blocks that consumers know of, and engine blocks that can be loaded.",
+                    "The difference is withheld, or in two blocks at once, or in a medium that is not announced.",
                     "short",
                     (
                         (total("feed_announced_blocks"), "announced"),
-                        (total("cache_blocks", state="~ready|pinned"), "held"),
+                        (READY_ENGINE_BLOCKS, "held"),
                     ),
                 ),
                 Panel(

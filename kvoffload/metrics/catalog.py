@@ -48,6 +48,7 @@ _OCCUPANCY = (
         "Turns blocks into bytes.",
         unit="bytes per block",
     ),
+    gauge("block_size_factor", "Engine blocks in one block.", "Turns blocks into the engine's own."),
     gauge(
         "block_tokens",
         "Tokens in one block of the main attention group.",
@@ -365,21 +366,26 @@ _FEED = (
     counter("feed_batches", "Batches sent.", "At least one per heartbeat while the publisher lives."),
     counter(
         "feed_dropped_batches",
-        "Batches that could not be sent; consumers fetch them by replay.",
+        "Publications lost to a full queue; their changes are kept for replay.",
         "A consumer or the network is too slow.",
     ),
     counter("feed_replays", "Replay requests answered.", "Each is a consumer that joined late or lost batches."),
     counter("feed_replayed_batches", "Batches sent in answer to them.", "Large replays follow restarts of the router."),
     counter("feed_errors", "Faults of the publisher's sockets or encoder.", "See the log."),
     gauge("feed_subscribers", "Subscriptions to the feed now.", "0 while the feed is on: nobody listens."),
-    gauge("feed_queue_events", "Events that wait for the sender.", "Near max_queue_size: drops begin."),
+    gauge("feed_queue_events", "Publications that wait for the sender.", "Near max_queue_size: drops begin."),
     gauge(
         "feed_lag_seconds",
-        "Age of the oldest event that waits for the sender.",
+        "Time since the sender last took something, while something waits.",
         "Above the batch window for long: the publisher's thread is starved.",
         unit="seconds",
     ),
-    gauge("feed_announced_blocks", "Blocks that consumers know as held.", "Compare with ready blocks.", unit="blocks"),
+    gauge(
+        "feed_announced_blocks",
+        "Engine blocks that consumers know as held.",
+        "Compare with ready blocks times block_size_factor.",
+        unit="blocks",
+    ),
     gauge(
         "feed_withheld_blocks",
         "Readable blocks not announced for want of their description.",

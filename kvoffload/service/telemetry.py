@@ -139,6 +139,7 @@ class Telemetry:
         self._info["feed"] = "on" if isinstance(events, FeedStatistics) else "off"
         self._sizes = {
             "cache_block_bytes": {"": sum(geometry.block_bytes) * geometry.groups[0].factor},
+            "block_size_factor": {"": geometry.groups[0].factor},
             "block_tokens": {"": geometry.spans[0]},
         }
         self._core, self._ledger, self._read_stats, self._events = core, ledger, read_stats, events

@@ -64,6 +64,7 @@ SUMS = {
     "capacity": "sum(kvoffload_cache_capacity_blocks)",
     "lookup hits": 'sum(kvoffload_lookups_total{result="hit"})',
     "announced": "sum(kvoffload_feed_announced_blocks)",
+    "withheld": "sum(kvoffload_feed_withheld_blocks)",
     "readable": 'sum(kvoffload_cache_blocks{state=~"ready|pinned"})',
     "metrics errors": "sum(kvoffload_metrics_errors_total)",
 }
@@ -145,7 +146,9 @@ def test_misses_by_cause_add_up_in_prometheus(observed):
 
 
 def test_the_feed_has_announced_what_is_readable(observed):
-    assert observed.sums["announced"] == observed.sums["readable"] > 0
+    """Two offloaded blocks may share their first engine block, which is announced once."""
+    sums = observed.sums
+    assert 0.9 * FACTOR * sums["readable"] < sums["announced"] + sums["withheld"] <= FACTOR * sums["readable"]
 
 
 def test_every_recording_rule_was_evaluated(observed):

@@ -207,7 +207,7 @@ def test_a_run_publishes_the_feed_when_asked_for(tmp_path):
     labels = '{engine="0",model_name="simulated"}'
     assert float(lines[f"kvoffload_feed_enabled{labels}"]) == 1
     assert float(lines[f"kvoffload_feed_events_total{labels}"]) > 0
-    assert float(lines[f"kvoffload_feed_withheld_blocks{labels}"]) == 0
+    assert float(lines[f"kvoffload_feed_announced_blocks{labels}"]) > 0
 
 
 @pytest.mark.parametrize("wrong", ["5557", "tcp://host", "tcp://host:x"])
