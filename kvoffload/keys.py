@@ -130,6 +130,11 @@ def hash_blocks(
 
 
 def _token_array(token_ids: Iterable[int]) -> array.array[int]:
+    """Return the tokens as an array of unsigned ints, the argument itself if it is one."""
+    if isinstance(token_ids, array.array) and token_ids.typecode == "I":
+        return token_ids
+    if isinstance(token_ids, bytes | bytearray):  # tokens of a byte-level model, not the memory of an array
+        token_ids = list(token_ids)
     try:
         return array.array("I", token_ids)
     except (TypeError, OverflowError, ValueError) as error:
@@ -137,9 +142,7 @@ def _token_array(token_ids: Iterable[int]) -> array.array[int]:
 
 
 def _token_bytes(token_ids: Sequence[int] | array.array[int]) -> bytes:
-    tokens = token_ids if isinstance(token_ids, array.array) else _token_array(token_ids)
-    if tokens.typecode != "I":
-        tokens = _token_array(tokens)
+    tokens = _token_array(token_ids)
     if _BIG_ENDIAN:
         tokens = array.array("I", tokens)
         tokens.byteswap()
@@ -229,13 +232,13 @@ class BlockChain:
                 raise UsageError(f"group {group} cannot be cut in blocks of {self.hash_block_size} tokens")
         self.lora_name = lora_name
         self.cache_salt = cache_salt
-        self._extra: list[tuple[Any, ...] | None] = list(extra_keys or ())
+        self._extra: list[tuple[Any, ...] | None] = []
         self._root = chain_root(lora_name, cache_salt)
         self._tokens: array.array[int] = array.array("I")
         self._hashes: list[BlockHash] = []
         self._given = block_hashes is not None
         self._group_keys: list[list[OffloadKey]] = [[] for _ in self.groups]
-        self.extend(token_ids, block_hashes=block_hashes)
+        self.extend(token_ids, block_hashes=block_hashes, extra_keys=extra_keys)
 
     def extend(
         self,
@@ -249,30 +252,40 @@ class BlockChain:
         Args:
             token_ids: Next tokens of the sequence.
             block_hashes: Next hashes, for a chain made with the engine's own.
-            extra_keys: Extra keys of the next hash blocks.
+            extra_keys: Extra keys of the next hash blocks, from the first on that was neither complete nor given any.
 
         Raises:
-            UsageError: Tokens out of range, a hash that is no bytes, hashes for a chain that hashes itself, or the
-                reverse. The chain is unchanged.
+            UsageError: Tokens out of range, extra keys that are no tuples or cannot be encoded, a hash that is no
+                bytes, hashes for a chain that hashes itself, or the reverse. The chain is unchanged.
         """
-        fresh = token_ids if isinstance(token_ids, array.array) else _token_array(token_ids)
+        fresh = _token_array(token_ids)
         if block_hashes is not None and not self._given:
             raise UsageError("this chain hashes its tokens itself: it takes no block_hashes")
-        given = [self._checked_hash(value) for value in block_hashes or ()]
-        before = self.num_blocks
-        if extra_keys is not None:
-            self._extra.extend(extra_keys)
-        self._tokens.extend(fresh)
+        done, before = len(self._hashes), self.num_blocks
+        extra = self._extra if extra_keys is None else self._extra_with(extra_keys)
+        hashes: list[BlockHash] = []
         if self._given:
-            self._hashes.extend(given)
+            hashes = [self._checked_hash(value) for value in block_hashes or ()]
         else:
-            done = len(self._hashes)
             tail = self._tokens[done * self.hash_block_size :]
+            tail.extend(fresh)
             if len(tail) >= self.hash_block_size:
                 parent = self._hashes[-1] if done else self._root
-                self._hashes += hash_blocks(tail, self.hash_block_size, extra_keys=self._extra[done:], parent=parent)
+                hashes = hash_blocks(tail, self.hash_block_size, extra_keys=extra[done:], parent=parent)
+        self._extra = extra
+        self._tokens.extend(fresh)
+        self._hashes += hashes
         self._grow_keys()
         return range(before, self.num_blocks)
+
+    def _extra_with(self, extra_keys: Sequence[tuple[Any, ...] | None]) -> list[tuple[Any, ...] | None]:
+        """Return the extra keys per hash block once those of the next blocks are there."""
+        added = list(extra_keys)
+        wrong = next((item for item in added if item is not None and not isinstance(item, tuple | list)), None)
+        if wrong is not None:
+            raise UsageError(f"extra_keys holds a tuple or None for each hash block, got {wrong!r}")
+        encode_extra(added)
+        return self._extra + [None] * (len(self._hashes) - len(self._extra)) + added
 
     @staticmethod
     def _checked_hash(value: bytes) -> BlockHash:

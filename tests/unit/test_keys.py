@@ -147,6 +147,20 @@ def test_a_chain_survives_pickling_and_goes_on():
     assert list(copy.keys()) == list(chain.keys())
 
 
+def test_extra_keys_given_with_later_tokens_name_the_later_blocks():
+    whole = BlockChain([GroupLayout(16)], TOKENS, extra_keys=[None, None, ("image", 7), ("image", 8)])
+    grown = BlockChain([GroupLayout(16)], TOKENS[:40])
+    grown.extend(TOKENS[40:], extra_keys=[("image", 7), ("image", 8)])
+    assert grown.keys() == whole.keys()
+    assert grown.info(2).extra_keys == (("image", 7),)
+    assert grown.keys() != BlockChain([GroupLayout(16)], TOKENS).keys()
+
+
+@pytest.mark.parametrize("tokens", [array.array("q", TOKENS), array.array("H", TOKENS), bytes(TOKENS), iter(TOKENS)])
+def test_tokens_are_numbers_whatever_holds_them(tokens):
+    assert BlockChain([GroupLayout(16)], tokens).keys() == BlockChain([GroupLayout(16)], TOKENS).keys()
+
+
 def test_the_salt_is_an_extra_key_of_the_first_block_only():
     chain = BlockChain([GroupLayout(16)], TOKENS, lora_name="adapter", cache_salt="tenant", extra_keys=[None, (7,)])
     first, second = chain.info(0), chain.info(1)
@@ -162,6 +176,8 @@ def test_mistakes_change_nothing():
         lambda: chain.extend([2**32]),
         lambda: chain.extend(["a"]),
         lambda: chain.extend([1], block_hashes=[b"x"]),
+        lambda: chain.extend(range(16), extra_keys=[(object(),)]),
+        lambda: chain.extend(range(16), extra_keys=["image"]),
     ):
         with pytest.raises(UsageError):
             call()
