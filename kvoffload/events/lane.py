@@ -46,6 +46,9 @@ class LaneCounters:
 class Lane:
     """One endpoint of the feed.
 
+    Attributes:
+        born: When it was made, in microseconds: tells lives apart that begin with the same number.
+
     Args:
         settings: How it speaks.
         context: Makes its sockets.
@@ -65,6 +68,7 @@ class Lane:
         self.counters = LaneCounters(lives=1)
         self._clock = clock
         self._alerted = False
+        self.born = int(clock() * 1e6)
         first = int(clock() * 1e6) if settings.sequence_start == "epoch" else 0
         self.journal = self._journal(first)
         self.residency = Residency(self.journal, settings.media)

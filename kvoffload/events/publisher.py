@@ -21,6 +21,7 @@ from kvoffload.config import EventsConfig, OffloadConfig
 from kvoffload.events.fold import Fold
 from kvoffload.events.lane import Lane
 from kvoffload.events.listeners import Listeners
+from kvoffload.events.merge import MergeReader
 from kvoffload.events.replay import ReplayServer
 from kvoffload.events.residency import REASONS
 from kvoffload.events.settings import default_instance_id, resolve
@@ -155,14 +156,17 @@ class FeedPublisher:
         self._fold: Fold | None = None
         self._dropped = 0
         self._errors = 0
-        self._merge_gaps = 0
-        self._decode_errors = 0
         self._warned: set[str] = set()
         self._closed = False
         self._stopping = threading.Event()
         self._sent_at = monotonic()
         self._server = ReplayServer(self.lanes, self._describe_lane, self._tick)
         self._thread = threading.Thread(target=self._run, name="kvoffload-feed", daemon=True)
+        replays = [*config.merge_replay_from, *[None] * len(config.merge_from)]
+        self._merged = [
+            MergeReader(endpoint, replay, self._command)
+            for endpoint, replay in zip(config.merge_from, replays, strict=False)
+        ]
 
     # What callers use.
 
@@ -182,6 +186,8 @@ class FeedPublisher:
             lane.start()
         self._server.start()
         self._thread.start()
+        for reader in self._merged:
+            reader.start()
 
     def publish(self, events: Sequence[OffloadingEvent], infos: Mapping[OffloadKey, BlockInfo]) -> None:
         """Take the manager's events. Never blocks, never raises."""
@@ -269,8 +275,8 @@ class FeedPublisher:
             lives=first.counters.lives,
             next_sequence=first.journal.next,
             unencodable=total["unencodable"],
-            decode_errors=self._decode_errors,
-            merge_gaps=self._merge_gaps,
+            decode_errors=sum(reader.decode_errors for reader in self._merged),
+            merge_gaps=sum(reader.gaps for reader in self._merged),
             errors=self._errors,
         )
 
@@ -280,11 +286,13 @@ class FeedPublisher:
             return True
         self._closed = True
         deadline = time.monotonic() + timeout
+        merged = [reader.stop(max(deadline - time.monotonic(), 0)) for reader in self._merged]
         self._stopping.set()
         self._put(_Command(lambda _lane: None))
         if self._thread.is_alive():
             self._thread.join(max(deadline - time.monotonic(), 0))
         ended = self._server.stop(max(deadline - time.monotonic(), 0.2)) and not self._thread.is_alive()
+        ended = ended and all(merged)
         if ended:
             self._listeners.close()
             for lane in self.lanes:
@@ -428,7 +436,7 @@ class FeedPublisher:
             "instance_id": self.instance_id,
             "model_name": self.model_name,
             "epoch": journal.first,
-            "life": lane.counters.lives,
+            "life_id": f"{lane.born}-{lane.counters.lives}",
             "oldest_sequence": journal.oldest,
             "next_sequence": journal.next,
             "endpoint": lane.endpoint,

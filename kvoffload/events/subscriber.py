@@ -1,0 +1,263 @@
+"""The subscriber: one feed as a gapless stream of events, with what a consumer must know in between.
+
+It subscribes first and asks for a snapshot second; live batches wait in the socket meanwhile. Then each batch must
+carry the number after the one before. On a gap it asks for a replay; when the publisher began a new life, or the gap
+cannot be closed, it starts over from a snapshot: the consumer gets `SourceReset`, forgets the source, and hears
+everything again.
+
+A plain vLLM publisher is read too: without snapshots, from as far back as its replay reaches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import zmq
+
+from kvoffload.events.client import NoAnswer, ReplayClient
+from kvoffload.events.settings import rank_endpoint, tcp_port
+from kvoffload.events.wire import Event, WireError, decode_batch
+
+_BEATS_BEFORE_DOUBT = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """From here on the events tell the whole truth; `sequence` is the last number applied."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReset:
+    """Forget all that this source said; what follows is everything again."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GapRecovered:
+    """`numbers` were missed and have been replayed."""
+
+    numbers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unrecoverable:
+    """Something is missing that this publisher cannot tell again."""
+
+    why: str
+
+
+Item = Event | Synced | SourceReset | GapRecovered | Unrecoverable
+
+
+class Subscription:
+    """An iterator over one feed. Belongs to one thread.
+
+    Args:
+        endpoint: Where the feed is published.
+        replay_endpoint: Where replays are answered; "next" is the port after the feed's; None: nowhere.
+        topic: Prefix of the topics to read.
+        timeout: Seconds without an answer after which a replay socket counts as silent.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str | None = "next",
+        *,
+        topic: str = "",
+        timeout: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if replay_endpoint == "next":
+            replay_endpoint = rank_endpoint(endpoint, 1) if tcp_port(endpoint) else None
+        self.endpoint, self.replay_endpoint = endpoint, replay_endpoint
+        self.description: dict[str, Any] | None = None
+        self.decode_errors = 0
+        self.gaps = 0
+        self.resets = 0
+        self._clock = clock
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._topic = topic
+        self._sub = self._connect()
+        self._client = None if replay_endpoint is None else ReplayClient(replay_endpoint, self._context, timeout)
+        self._expected: int | None = None
+        self._last_live = -1
+        self._heard_at = clock()
+        self._synced = False
+
+    def _connect(self) -> zmq.Socket[bytes]:
+        sub = self._context.socket(zmq.SUB)
+        sub.setsockopt(zmq.RCVHWM, 0)
+        sub.setsockopt(zmq.RECONNECT_IVL, 50)
+        sub.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        sub.setsockopt_string(zmq.SUBSCRIBE, self._topic)
+        sub.connect(self.endpoint)
+        return sub
+
+    @property
+    def sequence(self) -> int:
+        """The last number applied; -1 before the first."""
+        return -1 if self._expected is None else self._expected - 1
+
+    def poll(self, timeout: float = 0.1) -> Iterator[Item]:
+        """Yield what is there within `timeout` seconds; ends when that is over and nothing waits."""
+        if not self._synced:
+            yield from self._start_over("start")
+        deadline = self._clock() + timeout
+        while self._sub.poll(max(int((deadline - self._clock()) * 1000), 0)):
+            frames = self._sub.recv_multipart()
+            if len(frames) == 3 and len(frames[1]) == 8:
+                self._heard_at = self._clock()
+                yield from self._live(int.from_bytes(frames[1], "big"), frames[2])
+            if self._clock() >= deadline:
+                break
+        yield from self._doubt()
+
+    def __iter__(self) -> Iterator[Item]:
+        """Yield items for ever."""
+        while True:
+            yield from self.poll(1.0)
+
+    def close(self) -> None:
+        """Close the sockets."""
+        if self._client is not None:
+            self._client.close()
+        self._sub.close(linger=0)
+        self._context.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def _live(self, sequence: int, payload: bytes) -> Iterator[Item]:
+        if sequence <= self._last_live:  # one publisher's live numbers only grow
+            yield from self._start_over(f"the sequence went back from {self._last_live} to {sequence}")
+        self._last_live = sequence
+        if self._expected is None:
+            self._expected = sequence
+        if sequence < self._expected:
+            return  # a replay or snapshot was faster
+        if sequence > self._expected:
+            yield from self._gap(sequence)
+            if sequence < self._expected:
+                return
+        self._expected = sequence + 1
+        yield from self._decode(payload)
+
+    def _gap(self, sequence: int) -> Iterator[Item]:
+        expected = self.sequence + 1
+        self.gaps += 1
+        if self._client is None:
+            yield Unrecoverable(f"numbers {expected} to {sequence - 1} were lost and there is no replay endpoint")
+            self._expected = sequence
+            return
+        try:
+            if self._new_life():
+                yield from self._start_over("the publisher began a new life")
+                return
+            first: int | None = None
+            for number, payload in self._client.replay(expected):
+                first = number if first is None else first
+                if number >= self.sequence + 1:
+                    yield from self._decode(payload)
+                    self._expected = number + 1
+        except NoAnswer as error:
+            yield from self._start_over(str(error))
+            return
+        if self.description is None and (first is None or first > expected):
+            yield Unrecoverable(
+                f"numbers {expected} to {(first or sequence) - 1} are older than the publisher's replay"
+            )
+            self._expected = max(self.sequence + 1, sequence)
+            return
+        yield GapRecovered(sequence - expected)
+
+    def _doubt(self) -> Iterator[Item]:
+        """After some silence of a publisher that beats, ask whether something was missed."""
+        beat = float((self.description or {}).get("heartbeat_seconds") or 0.0)
+        if not beat or self._client is None or self._clock() - self._heard_at < _BEATS_BEFORE_DOUBT * beat:
+            return
+        self._heard_at = self._clock()
+        try:
+            if self._new_life():
+                yield from self._start_over("the publisher began a new life")
+            elif self.description is not None and self.description["next_sequence"] > self.sequence + 1:
+                yield from self._gap(self.description["next_sequence"])
+        except NoAnswer:
+            return  # it is gone; whatever comes next tells more
+
+    def _new_life(self) -> bool:
+        before, client = self.description, self._client
+        if before is None or client is None:
+            return False
+        self.description = client.describe() or before
+        return bool(before["life_id"] != self.description["life_id"])
+
+    def _start_over(self, reason: str) -> Iterator[Item]:
+        if self._synced:  # batches of the life before must not be taken for the new one's
+            self._sub.close(linger=0)
+            self._sub = self._connect()
+        self.resets += 1
+        self._last_live = -1
+        self._synced = True
+        yield SourceReset(reason)
+        if self._client is None:
+            self._expected = None
+            yield Unrecoverable("there is no replay endpoint: blocks stored before now are unknown")
+            return
+        try:
+            self.description = self._client.describe()
+            if self.description is None:
+                yield from self._start_from_replay(self._client)
+                return
+            head, payloads = self._client.snapshot()
+        except NoAnswer as error:
+            self._expected = None
+            self._synced = False
+            yield Unrecoverable(str(error))
+            return
+        for payload in payloads:
+            yield from self._decode(payload)
+        self._expected = int(head["cut"]) + 1
+        yield Synced(self.sequence)
+
+    def _start_from_replay(self, client: ReplayClient) -> Iterator[Item]:
+        self._expected = None
+        for number, payload in client.replay(0):
+            if self._expected is None and number > 0:
+                yield Unrecoverable(f"the publisher's replay begins at {number}: older blocks are unknown")
+            yield from self._decode(payload)
+            self._expected = number + 1
+        yield Synced(self.sequence)
+
+    def _decode(self, payload: bytes) -> Iterator[Event]:
+        try:
+            batch = decode_batch(payload)
+        except WireError:
+            self.decode_errors += 1
+            return
+        self.decode_errors += batch.skipped
+        yield from batch.events
+
+
+def subscribe(
+    endpoint: str, replay_endpoint: str | None = "next", *, topic: str = "", timeout: float = 2.0
+) -> Subscription:
+    """Subscribe to a feed; iterate over the result, or `poll` it.
+
+    Args:
+        endpoint: Where the feed is published.
+        replay_endpoint: Where replays are answered; "next" is the port after the feed's; None: nowhere.
+        topic: Prefix of the topics to read.
+        timeout: Seconds without an answer after which a replay socket counts as silent.
+    """
+    return Subscription(endpoint, replay_endpoint, topic=topic, timeout=timeout)
