@@ -11,6 +11,7 @@ BENCHES = {
     "cuda": ("kvoffload.cli.bench_cuda", "copies between GPU and host memory, as a share of the link"),
     "manager": ("kvoffload.cli.bench_manager", "operations of the manager per second, per policy"),
     "feed": ("kvoffload.cli.bench_feed", "events per second, replay and catch-up"),
+    "ranks": ("kvoffload.cli.bench_ranks", "commands to rank processes, as a multiple of a bare round trip"),
     "metrics": ("kvoffload.cli.bench_metrics", "cost of a record and of a scrape"),
     "chaos": ("kvoffload.cli.bench_chaos", "random cancels, failures and hangs, with the books checked"),
 }

@@ -30,7 +30,7 @@ from kvoffload.simulate.rank_rig import RankRig
 from kvoffload.simulate.sharded_gpu import ShardedGpu
 from kvoffload.simulate.workload import Workload, WorkloadRequest, WorkloadSize
 
-_SHM = Path("/dev/shm")  # noqa: S108 - where regions live, not a temporary file
+_REGIONS = ("/dev/shm/kvoffload_", "/memfd:kvoffload")  # noqa: S108 - what maps of regions are called
 _DRAIN_SECONDS = 30.0
 _KEPT_VALUES = 4_000_000
 _TOKEN_IDS = 1 << 30
@@ -163,8 +163,9 @@ class _Surroundings:
 
     @classmethod
     def now(cls) -> _Surroundings:
-        files = {path.name for path in _SHM.iterdir() if "kvoffload" in path.name} if _SHM.is_dir() else set()
-        return cls(set(asyncio.all_tasks()), set(threading.enumerate()), files)
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        shm = {line.split(" ", 1)[0] for line in lines if any(name in line for name in _REGIONS)}
+        return cls(set(asyncio.all_tasks()), set(threading.enumerate()), shm)
 
 
 class _Driver:

@@ -40,7 +40,7 @@ class ShardedGpu:
         shard = block_bytes // world_size
         check_memory(num_blocks * block_bytes, f"the simulated GPUs of {num_blocks} blocks of {block_bytes} bytes")
         self.world_size = world_size
-        self.fd = os.memfd_create("kvoffload-simulated-gpu", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create("simulated-gpu", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(self.fd, 0, num_blocks * block_bytes)
             memory = memoryview(mmap.mmap(self.fd, num_blocks * block_bytes))

@@ -186,6 +186,11 @@ class RankBook:
             )
         )
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether `take_ended` has something to return."""
+        return bool(self._ended)
+
     def take_ended(self) -> list[TransferResult]:
         """Return what has ended since the last call."""
         ended, self._ended = self._ended, []

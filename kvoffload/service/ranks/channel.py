@@ -4,6 +4,9 @@ A connection is a *stranger* until its hello came, then a *peer*: it waits for t
 region are sent), says that it is ready, and is up when, with zmq, its first message came on the channel. Everything
 happens on this thread, so two processes cannot become one rank, and a peer that ends at any point is let go at the same
 place. What others read (the book, the roll of peers) is changed under one lock.
+
+Only sending is done by the owner as well, which saves a change of threads: a second lock lets one thread at a time use
+the zmq socket. Its descriptor tells of news once, so whoever used the socket looks for messages afterwards.
 """
 
 from __future__ import annotations
@@ -11,11 +14,11 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -108,37 +111,52 @@ class RankChannel:
         self._listener = meeting.listen(address)
         self._wake = CompletionBridge()
         self._context = zmq.Context()
+        self._socket_lock = threading.Lock()
+        self._router: zmq.Socket[bytes] | None = None
+        self._poller = select.poll()
+        self._watched: dict[int, _Peer] = {}
+        self._changed = True
         self._endpoint = f"ipc://@kvoffload-{os.getpid()}-{secrets.token_hex(8)}"
         self._thread = threading.Thread(target=self._run, name="kvoffload-ranks", daemon=True)
         self._thread.start()
 
     # ---- called by others
 
-    def wake(self) -> None:
-        """There is something to send."""
-        self._wake.notify()
+    def send(self) -> None:
+        """Send each rank what the book has for it; from any thread."""
+        if self._transport != "zmq":
+            return
+        with self._socket_lock:
+            router = self._router
+            if router is None:
+                return
+            self._send(router)
+            if int(router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                self._wake.notify()
 
     def open(self, region: SharedOffloadRegion) -> None:
         """Let ranks in: those that wait, and any that comes later and fits."""
         self._region = region
-        self.wake()
+        self._wake.notify()
 
     def stop(self, timeout: float) -> None:
         """End the thread and every connection; idempotent."""
         self._stopping = True
-        self.wake()
+        self._wake.notify()
         self._thread.join(timeout)
 
     # ---- the thread
 
     def _run(self) -> None:
-        router = self._context.socket(zmq.ROUTER)
         try:
+            router = self._context.socket(zmq.ROUTER)
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             router.setsockopt(zmq.LINGER, 0)
             router.setsockopt(zmq.SNDHWM, 0)  # bounded by the jobs in flight; a full queue would block every rank
             router.setsockopt(zmq.RCVHWM, 0)
             router.bind(self._endpoint)
+            self._router = router
+            self._router_fd = int(router.getsockopt(zmq.FD))
             while not self._stopping:
                 self._serve_once(router)
         except Exception as error:
@@ -150,8 +168,9 @@ class RankChannel:
                 self._lock.notify_all()
             self._ring()
         finally:
-            router.close()
-            self._context.term()
+            with self._socket_lock:
+                self._router = None
+            self._context.destroy(linger=0)
             self._listener.close()
             meeting.remove(self.address)
             self._wake.close()
@@ -161,34 +180,34 @@ class RankChannel:
                 peer.close()
 
     def _serve_once(self, router: zmq.Socket[bytes]) -> None:
-        """Wait for news and take it."""
+        """Take what is there, then wait for news of those that are connected."""
+        self._receive(router)
         if self._region is not None:
             for peer in [peer for peer in self._peers.values() if not peer.invited]:
                 self._invite(peer, self._region)
-        if self._transport == "zmq":
-            self._send(router)
-        poller = zmq.Poller()
-        for fd in (self._wake.fileno(), self._listener.fileno(), *self._strangers):
-            poller.register(fd, zmq.POLLIN)
-        watched: dict[int, _Peer] = {}
-        for peer in self._peers.values():
-            for fd in (peer.pidfd, peer.sock.fileno()):
-                watched[fd] = peer
-                poller.register(fd, zmq.POLLIN)
-        poller.register(router, zmq.POLLIN)
-        news = [source for source, _ in poller.poll(_IDLE_MILLISECONDS)]
-        for source in news:  # ends before beginnings: a rank that comes back finds its place free
-            if source in watched:
-                self._look_at(watched[source])
-            elif source in self._strangers:
-                self._meet(self._strangers.pop(source))
+        if self._changed:
+            self._watch()
+        news = [fd for fd, _ in self._poller.poll(_IDLE_MILLISECONDS)]
+        for fd in news:  # ends before beginnings: a rank that comes back finds its place free
+            if fd in self._watched:
+                self._look_at(self._watched[fd])
+            elif fd in self._strangers:
+                self._meet(self._strangers.pop(fd))
         if self._wake.fileno() in news:
             self._wake.consume()
-        if router in news:
-            self._receive(router)
         if self._listener.fileno() in news:  # last: what it opens may have the number of what was closed above
             self._accept()
-        self._forget_silent_strangers()
+        if self._strangers:
+            self._forget_silent_strangers()
+
+    def _watch(self) -> None:
+        """Poll exactly what is open now."""
+        self._changed = False
+        self._watched = {fd: peer for peer in self._peers.values() for fd in (peer.pidfd, peer.sock.fileno())}
+        self._poller = select.poll()
+        mine = (self._wake.fileno(), self._listener.fileno(), self._router_fd)
+        for fd in (*mine, *self._strangers, *self._watched):
+            self._poller.register(fd, select.POLLIN)
 
     # ---- joining
 
@@ -209,16 +228,19 @@ class RankChannel:
             sock.close()
             return
         self._strangers[sock.fileno()] = stranger
+        self._changed = True
 
     def _forget_silent_strangers(self) -> None:
         now = time.monotonic()
         for fd in [fd for fd, stranger in self._strangers.items() if stranger.until_seconds < now]:
             stranger = self._strangers.pop(fd)
+            self._changed = True
             logger.warning("process %d connected but is no rank: it said nothing", stranger.pid)
             stranger.sock.close()
 
     def _meet(self, stranger: _Stranger) -> None:
         sock = stranger.sock
+        self._changed = True
         try:
             hello = meeting.read_hello(sock)
             hello.pid = stranger.pid
@@ -305,6 +327,7 @@ class RankChannel:
 
     def _let_go(self, peer: _Peer, why: str) -> None:
         rank = peer.hello.rank
+        self._changed = True
         with self._lock:
             del self._peers[rank]
             self.hellos.pop(rank, None)
@@ -323,26 +346,31 @@ class RankChannel:
             if batch is None:
                 continue
             try:
-                router.send_multipart([peer.identity, batch], zmq.DONTWAIT)
+                router.send(peer.identity, zmq.SNDMORE | zmq.DONTWAIT)
+                router.send(batch, zmq.DONTWAIT)
             except zmq.ZMQError as error:  # its end closed a moment ago; its connection tells that next
                 logger.warning("commands to rank %d were not sent: %s", peer.hello.rank, error)
                 with self._lock:
                     self._book.retire(peer.hello.rank)
 
     def _receive(self, router: zmq.Socket[bytes]) -> None:
-        with suppress(zmq.Again):
-            while True:
-                self._take(router.recv_multipart(zmq.DONTWAIT))
+        messages: list[tuple[bytes, bytes]] = []
+        with self._socket_lock:
+            while int(router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                first, *_, last = router.recv_multipart(zmq.DONTWAIT)
+                messages.append((first, last))
+        for identity, data in messages:
+            self._take(identity, data)
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _take(self, identity: bytes, data: bytes) -> None:
         """Book one message; anybody can connect, so only what fits a peer counts."""
         try:
-            reports = decode_reports(frames[-1])
+            reports = decode_reports(data)
         except ValueError:
             self._drop()
             return
         peer = self._peers.get(reports.rank)
-        if peer is None or frames[0] != peer.identity or reports.epoch != self._book.epoch:
+        if peer is None or identity != peer.identity or reports.epoch != self._book.epoch:
             self._drop(reports)
             return
         if not peer.greeted:
@@ -351,7 +379,9 @@ class RankChannel:
         if reports.reports:
             with self._lock:
                 self._book.report(reports)
-            self._ring()
+                ended = self._book.has_ended
+            if ended:
+                self._ring()
 
     def _drop(self, reports: Reports | None = None) -> None:
         self.dropped += 1

@@ -24,7 +24,7 @@ import msgspec
 from kvoffload.config import OffloadConfig
 from kvoffload.errors import ClosedError, UsageError
 from kvoffload.memory.canonical import CanonicalKVCaches
-from kvoffload.service.ranks.rank_worker import OffloadRankWorker
+from kvoffload.service.ranks.rank_worker import MakeHandlers, OffloadRankWorker
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,12 @@ def _hang_up(process: subprocess.Popen[bytes]) -> None:
 
 
 def serve_rank(
-    start: RankStart, config: OffloadConfig, kv_caches: CanonicalKVCaches, *, timeout: float = 120.0
+    start: RankStart,
+    config: OffloadConfig,
+    kv_caches: CanonicalKVCaches,
+    *,
+    timeout: float = 120.0,
+    make_handlers: MakeHandlers | None = None,
 ) -> None:
     """Join as this rank, over and over: whenever the deciding process has gone, the next one is joined.
 
@@ -168,7 +173,9 @@ def serve_rank(
     Raises:
         ConfigError: The deciding process refused this rank.
     """
-    worker = OffloadRankWorker(config, kv_caches, rank=start.rank, address=start.address, timeout=timeout)
+    worker = OffloadRankWorker(
+        config, kv_caches, rank=start.rank, address=start.address, timeout=timeout, make_handlers=make_handlers
+    )
     try:
         while True:
             try:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import select
 import threading
 import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import zmq
 
@@ -14,6 +17,7 @@ import kvoffload
 from kvoffload.config import OffloadConfig
 from kvoffload.errors import UndrainedCopies, UsageError
 from kvoffload.manager.specs import CPULoadStoreSpec, GPULoadStoreSpec
+from kvoffload.memory.block_tensor import TensorLike
 from kvoffload.memory.canonical import CanonicalKVCaches
 from kvoffload.memory.region import SharedOffloadRegion
 from kvoffload.service.bridge import CompletionBridge
@@ -29,12 +33,31 @@ from kvoffload.service.ranks.wire import (
     Welcome,
     encode,
 )
-from kvoffload.transfer.base import HOST_VISIBLE, Ready
+from kvoffload.transfer.base import HOST_VISIBLE, OffloadingHandler, Ready
 from kvoffload.transfer.checks import OwnerProcess
 from kvoffload.transfer.directional import CpuGpuOffloadingHandlers
 from kvoffload.transfer.worker import OffloadingWorker
 
 logger = logging.getLogger(__name__)
+
+
+class HandlerPair(Protocol):
+    """Both directions of one rank, such as `CpuGpuOffloadingHandlers`."""
+
+    @property
+    def gpu_to_cpu_handler(self) -> OffloadingHandler:
+        """Stores."""
+
+    @property
+    def cpu_to_gpu_handler(self) -> OffloadingHandler:
+        """Loads."""
+
+    def shutdown(self, timeout: float = 10.0) -> None:
+        """Let copies end."""
+
+
+MakeHandlers = Callable[[CanonicalKVCaches, int, int, Sequence[TensorLike]], HandlerPair]
+"""Makes handlers from KV caches, block size factor, number of CPU blocks, and the rank's views of the region."""
 
 
 class OffloadRankWorker:
@@ -49,10 +72,19 @@ class OffloadRankWorker:
         rank: 0 to `config.world_size - 1`.
         address: `RemoteWorkers.address`.
         timeout: Seconds to wait for the deciding process and its region.
+        make_handlers: Makes both directions' handlers over the rank's share of the region; None: those of the KV
+            caches' device.
     """
 
     def __init__(
-        self, config: OffloadConfig, kv_caches: CanonicalKVCaches, *, rank: int, address: str, timeout: float = 120.0
+        self,
+        config: OffloadConfig,
+        kv_caches: CanonicalKVCaches,
+        *,
+        rank: int,
+        address: str,
+        timeout: float = 120.0,
+        make_handlers: MakeHandlers | None = None,
     ) -> None:
         if not 0 <= rank < config.world_size:
             raise UsageError(f"rank {rank} is not in 0..{config.world_size - 1} (world_size)")
@@ -61,9 +93,10 @@ class OffloadRankWorker:
         self.rank = rank
         self.address = address
         self._timeout = timeout
+        self._make_handlers = make_handlers or self._handlers_of_device
         self._process = OwnerProcess(f"rank {rank}'s worker")
         self._link: Link | None = None
-        self._handlers: CpuGpuOffloadingHandlers | None = None
+        self._handlers: HandlerPair | None = None
         self._worker = OffloadingWorker()
         self._executor: RankExecutor | None = None
         self._thread: threading.Thread | None = None
@@ -117,9 +150,7 @@ class OffloadRankWorker:
     def _open(self, welcome: Welcome, region: SharedOffloadRegion, incarnation: int) -> None:
         factor = self.config.block_size_factor
         views = [region.create_next_view(tensor.page_size_bytes * factor) for tensor in self.kv_caches.tensors]
-        self._handlers = CpuGpuOffloadingHandlers(
-            self.kv_caches, factor, region.num_blocks, cpu_tensors=views, pin_memory=self.config.pin_memory
-        )
+        self._handlers = self._make_handlers(self.kv_caches, factor, region.num_blocks, views)
         worker = self._worker = OffloadingWorker()
         worker.register_handler(GPULoadStoreSpec, CPULoadStoreSpec, self._handlers.gpu_to_cpu_handler)
         worker.register_handler(CPULoadStoreSpec, GPULoadStoreSpec, self._handlers.cpu_to_gpu_handler)
@@ -133,6 +164,13 @@ class OffloadRankWorker:
             )
             self._thread.start()
             connected.wait()
+
+    def _handlers_of_device(
+        self, kv_caches: CanonicalKVCaches, factor: int, num_cpu_blocks: int, views: Sequence[TensorLike]
+    ) -> CpuGpuOffloadingHandlers:
+        return CpuGpuOffloadingHandlers(
+            kv_caches, factor, num_cpu_blocks, cpu_tensors=views, pin_memory=self.config.pin_memory
+        )
 
     @property
     def lost(self) -> bool:
@@ -183,18 +221,20 @@ class OffloadRankWorker:
             dealer.connect(welcome.endpoint)
             dealer.send(encode(Reports(welcome.epoch, incarnation, self.rank, [])))
             connected.set()
-            poller = zmq.Poller()
-            for source in (dealer, wake.fileno(), link.sock.fileno(), link.pidfd):
-                poller.register(source, zmq.POLLIN)
+            poller = select.poll()
+            for source in (int(dealer.getsockopt(zmq.FD)), wake.fileno(), link.sock.fileno(), link.pidfd):
+                poller.register(source, select.POLLIN)
             while not self._closing:
-                for source, _ in poller.poll(1000):
-                    if source is dealer:
-                        self._take_all(dealer, executor)
-                    elif source == wake.fileno():
-                        wake.consume()
-                    elif link.is_down():
-                        return
+                while int(dealer.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # its descriptor tells of news once
+                    executor.run(dealer.recv(zmq.DONTWAIT))
                 self._send_reports(dealer, executor)
+                if int(dealer.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                    continue
+                news = [fd for fd, _ in poller.poll(1000)]
+                if wake.fileno() in news:
+                    wake.consume()
+                if (link.pidfd in news or link.sock.fileno() in news) and link.is_down():
+                    return
             self._send_reports(dealer, executor)
         except Exception:
             logger.exception("rank %d leaves: its channel broke", self.rank)
@@ -212,14 +252,6 @@ class OffloadRankWorker:
         reports = executor.reports()
         if reports:
             dealer.send(reports)
-
-    @staticmethod
-    def _take_all(dealer: zmq.Socket[bytes], executor: RankExecutor) -> None:
-        while True:
-            try:
-                executor.run(dealer.recv(zmq.DONTWAIT))
-            except zmq.Again:
-                return
 
     def close(self, timeout: float = 10.0) -> None:
         """Let copies end, then leave and unmap; idempotent. The deciding process hears of it only after the copies.

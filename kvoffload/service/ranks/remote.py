@@ -155,8 +155,7 @@ class RemoteWorkers:
         except KVOffloadError as error:
             self._errors[job_id] = error
             return False
-        if self.transport == "zmq":
-            self._channel.wake()
+        self._channel.send()
         return True
 
     @staticmethod

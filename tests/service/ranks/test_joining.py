@@ -36,10 +36,11 @@ class World:
         size = world_size * PAGE * 16
         return kv.OffloadConfig(cpu_bytes_to_use=size, gpu_block_size=4, world_size=world_size, **changes)
 
-    def rank(self, rank, *, blocks=BLOCKS, page=PAGE, config=None):
+    def rank(self, rank, *, blocks=BLOCKS, page=PAGE, **options):
         caches = kv.CanonicalKVCaches.from_layers({"layer": np.zeros((blocks, page), np.int8)}, block_dim=0)
         address = self.workers.address
-        self.ranks.append(kv.OffloadRankWorker(config or self.config, caches, rank=rank, address=address, timeout=20))
+        worker = kv.OffloadRankWorker(self.config, caches, rank=rank, address=address, timeout=20, **options)
+        self.ranks.append(worker)
         return self.ranks[-1]
 
     def join(self, worker):
@@ -294,13 +295,11 @@ def test_deciding_process_with_another_block_size_is_named(make_world):
         world.engine().start()
 
 
-def test_rank_with_a_running_copy_keeps_its_blocks_and_cannot_join_again(make_world, monkeypatch):
+def test_rank_with_a_running_copy_keeps_its_blocks_and_cannot_join_again(make_world):
     world = make_world(1, transport="piggyback")
-    rank = world.rank(0)
-    handlers = ScriptedOffloadingHandlers.over(rank.kv_caches, 1, 16)
+    handlers = ScriptedOffloadingHandlers()
     handlers.hold()
-    monkeypatch.setattr("kvoffload.service.ranks.rank_worker.CpuGpuOffloadingHandlers", lambda *_, **__: handlers)
-    world.join(rank)
+    rank = world.join(world.rank(0, make_handlers=lambda *_: handlers))
     with world.engine() as engine:
         world.settle()
         engine.begin("a", kv.BlockChain(engine.geometry.groups, tokens(8)))
