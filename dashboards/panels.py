@@ -476,10 +476,11 @@ TRANSFERS = Dashboard(
                 ),
                 Panel(
                     "Parts of a load, mean",
-                    "Mean wait for blocks being written, mean queue and mean copy of loads.",
-                    "The tallest part is what to improve: pending, queue (traffic), copy (link, block size, pinning).",
+                    "Mean load as requests feel it, and its wait for blocks being written, its queue and its copy.",
+                    "The tallest part is what to improve; the rest is a turn in line or a busy event loop.",
                     "s",
                     (
+                        (mean("load_seconds"), "whole"),
                         (mean("load_pending_seconds"), "pending"),
                         (
                             mean("transfer_queue_seconds", direction="load"),
@@ -490,7 +491,6 @@ TRANSFERS = Dashboard(
                             "copy",
                         ),
                     ),
-                    stacked=True,
                 ),
                 Panel(
                     "Loads that gave less, by reason",
@@ -506,18 +506,8 @@ TRANSFERS = Dashboard(
             "The link",
             (
                 Panel(
-                    "Bytes moved against the link",
-                    "Bytes per second of each direction, and the speed of one large copy measured at the start.",
-                    "Near the ceiling: the link is the limit; raise store_threshold to store less.",
-                    "Bps",
-                    (
-                        (rate("transfer_bytes", by="direction"), "{{direction}}"),
-                        (f"max by (direction) ({of('link_bytes_per_second')})", "ceiling {{direction}}"),
-                    ),
-                ),
-                Panel(
                     "Copy speed",
-                    "Bytes per second while copies run.",
+                    "Bytes per second while copies run, and the speed of one large copy measured at the start.",
                     "Far below the ceiling: small blocks, unpinned memory, or another user of the link.",
                     "Bps",
                     (
@@ -525,6 +515,22 @@ TRANSFERS = Dashboard(
                             ratio(
                                 rate("transfer_bytes", by="direction"),
                                 rate("transfer_copy_seconds", "_sum", by="direction"),
+                            ),
+                            "{{direction}}",
+                        ),
+                        (f"max by (direction) ({of('link_bytes_per_second')})", "ceiling {{direction}}"),
+                    ),
+                ),
+                Panel(
+                    "Link used",
+                    "Bytes per second of each direction as a share of the measured ceiling.",
+                    "Near 1: the link is the limit; store_threshold = 2 stores less.",
+                    "percentunit",
+                    (
+                        (
+                            ratio(
+                                rate("transfer_bytes", by="direction"),
+                                f"sum by (direction) ({of('link_bytes_per_second')} > 0)",
                             ),
                             "{{direction}}",
                         ),

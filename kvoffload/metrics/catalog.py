@@ -10,10 +10,10 @@ from __future__ import annotations
 from kvoffload.metrics.metric import Metric, counter, gauge, histogram
 
 # 10 us to 10 s and 4 KiB to 1 GiB: from one small block to a whole long prompt.
-_WAITS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+_WAITS = (*(round(step * 10.0**power, 6) for power in range(-5, 1) for step in (1, 2, 5)), 10.0)
 _SIZES = tuple(float(4096 << 2 * step) for step in range(10))
 _IDLE = (0.1, 1.0, 3.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0, 3600.0, 10800.0, 43200.0)
-_LAGS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0, 5.0)
+_LAGS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 _DIRECTIONS = ("load", "store")
 MISS_CAUSES = ("new", "evicted", "filtered", "rejected", "failed", "reset", "discarded", "unreachable")

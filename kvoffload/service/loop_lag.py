@@ -10,7 +10,7 @@ from kvoffload.manager.base import MetricsSink
 class LoopLagProbe:
     """Observes `loop_lag_seconds` a few times a second until stopped; loop thread only."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, metrics: MetricsSink, every_seconds: float = 0.25) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, metrics: MetricsSink, every_seconds: float = 0.1) -> None:
         self._loop = loop
         self._metrics = metrics
         self._every_seconds = every_seconds
