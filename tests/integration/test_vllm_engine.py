@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 
-def vllm(*arguments, multiprocessing=0, timeout=300):
+def vllm(*arguments, multiprocessing=0, timeout=600):
     """Run a program in vLLM's environment and return what it found."""
     env = os.environ | {
         "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}",
