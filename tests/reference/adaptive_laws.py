@@ -7,13 +7,13 @@ from collections import Counter
 
 def check_adaptive(policy):
     """Assert every law of the tree, the cells, the ghosts and the shadow."""
-    tree, table, blocks = policy._tree, policy._table, policy.blocks
+    tree, table, blocks = policy._tree, policy._reuse, policy.blocks
     nodes = set(tree.node_of.values())
     for node in nodes:
         assert node.keys
         assert all(tree.node_of[key] is node for key in node.keys), "a key's node holds it"
         assert [key in blocks for key in node.keys] == [i < node.held for i in range(len(node.keys))], "held keys lead"
-    assert sum(node.held for node in nodes) == len(blocks) <= policy.cache_capacity
+    assert sum(node.held for node in nodes) == len(blocks) == policy._held <= policy.cache_capacity
     assert sum(len(node.keys) for node in nodes) == len(tree.node_of)
 
     live_kids, live, rising = Counter(), set(), [node for node in nodes if node.held]

@@ -23,8 +23,11 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from math import isfinite
 
+import numpy as np
+
 from kvoffload.keys import OffloadKey
 from kvoffload.manager.base import ReqContext, RequestOutcome
+from kvoffload.manager.block_table import BlockTable, Ids
 from kvoffload.manager.policies.adaptive_eviction import EvictionOrder
 from kvoffload.manager.policies.adaptive_guard import LRUGuard, ShadowLRU
 from kvoffload.manager.policies.adaptive_hazard import FIRST_TURN
@@ -38,71 +41,119 @@ from kvoffload.manager.policies.adaptive_request import (
 )
 from kvoffload.manager.policies.adaptive_table import ReuseTable
 from kvoffload.manager.policies.adaptive_tree import RadixTree
-from kvoffload.manager.policies.base import BlockStatus, CachePolicy
+from kvoffload.manager.policies.indexed import IndexedPolicy, PartView
 
 REFERENCE_BLOCK_TOKENS = 512
 """The policy's constants are in blocks of this size."""
 
+_HELD = 1
+_NO_IDS: Ids = np.empty(0, np.int64)
 _DECAY_REQUESTS = 2_000
 _OPEN_REQUESTS = 1_024
 _MIN_GHOSTS, _GHOSTS_PER_BLOCK = 4_096, 4
 
 
-class AdaptiveCachePolicy(CachePolicy):
+class AdaptiveCachePolicy(IndexedPolicy):
     """Evicts by learnt reuse per block-second; see the module's docstring.
 
     Args:
         cache_capacity: Blocks in the pool.
         block_tokens: Tokens in one block.
+
+    Attributes:
+        blocks: Held keys with their status: a view.
     """
 
     def __init__(self, cache_capacity: int, block_tokens: int = REFERENCE_BLOCK_TOKENS) -> None:
-        self.cache_capacity = cache_capacity
-        self.blocks: dict[OffloadKey, BlockStatus] = {}
-        self._table = ReuseTable(block_tokens / REFERENCE_BLOCK_TOKENS)
+        self._reuse = ReuseTable(block_tokens / REFERENCE_BLOCK_TOKENS)
         max_ghosts = max(_MIN_GHOSTS, _GHOSTS_PER_BLOCK * cache_capacity)
-        self._tree = RadixTree(self._table.get((FIRST_TURN, 0, 0, 0)), self._place, max_ghosts)
-        self._eviction = EvictionOrder(self._tree, self._table, self.blocks)
+        self._tree = RadixTree(self._reuse.get((FIRST_TURN, 0, 0, 0)), self._place, max_ghosts)
+        self._eviction = EvictionOrder(self._tree, self._reuse)
         self._guard = LRUGuard()
         self._shadow = ShadowLRU(cache_capacity)
-        self._learner = RequestLearner(self._tree, self._table, self._guard, self._shadow, self._place)
+        self._learner = RequestLearner(self._tree, self._reuse, self._guard, self._shadow, self._place)
         self._open: OrderedDict[str | None, RequestState] = OrderedDict()
+        self._held = 0
         self._finished = 0
         self._clock_base: float | None = None
         self._declined_blocks = 0
+        super().__init__(cache_capacity)
+        self.blocks = PartView(self, _HELD)
 
-    # ---- the reference's five
+    # ---- batches of blocks
 
-    def get(self, key: OffloadKey) -> BlockStatus | None:
-        return self.blocks.get(key)
+    def bind(self, table: BlockTable) -> None:
+        self.table = table
 
-    def insert(self, key: OffloadKey, block: BlockStatus) -> None:
-        if key not in self.blocks:
-            node = self._tree.hold(key)
-            if node.held == 1 or block.ref_cnt == 0:
-                self._place(node)
-        self.blocks[key] = block
+    def insert_blocks(self, keys: Sequence[OffloadKey], ids: Ids) -> None:
+        for node in self._tree.hold(list(keys)):
+            self._place(node)
+        self._note_held(ids)
 
-    def remove(self, key: OffloadKey) -> None:
-        del self.blocks[key]
-        self._place(self._tree.release(key))
+    def restore_blocks(self, keys: Sequence[OffloadKey], ids: Ids) -> None:
+        self.insert_blocks(keys[::-1], ids)
+
+    def remove_blocks(self, ids: Ids) -> None:
+        self.drop(self.table.keys[ids].tolist(), ids)
+
+    def drop(self, keys: Sequence[OffloadKey], ids: Ids) -> None:
+        for key in reversed(keys):
+            self._place(self._tree.release(key))
+        self._note_gone(ids)
+
+    def release_blocks(self, ids: Ids) -> None:
+        table = self.table
+        table.num_parked -= int(np.count_nonzero(table.parked[ids]))
+        table.parked[ids] = False
+        self._place_nodes_of(table.keys[ids].tolist())
+
+    def evict_blocks(self, count: int) -> Ids:
+        victims = self.evict_for((), _NO_IDS, count)
+        return _NO_IDS if victims is None else victims
+
+    def evict_for(self, offered: Sequence[OffloadKey], idle: Ids, count: int) -> Ids | None:
+        refs, kept = self.table.refs, set(idle.tolist())
+        refs[idle] = 1
+        victims = self._take(count, offered, kept)
+        if victims is None and any(state.open for state in self._open.values()):
+            for state in self._open.values():
+                self._let_go(state)
+            victims = self._take(count, offered, kept)
+        refs[idle] = 0
+        if victims is None:
+            return None
+        ids = np.array(victims, np.int64)
+        self._note_gone(ids)
+        self._tree.trim_ghosts(self._held)
+        return ids
 
     def touch(self, keys: Iterable[OffloadKey]) -> None:
         self._begin(ReqContext(), keys)
 
-    def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:
-        if n <= 0:
-            return []
-        victims = self._eviction.take(n, protected, plain_lru=self._guard.plain_lru)
-        if victims is None and self._open:
-            for state in self._open.values():
-                self._let_go(state)
-            victims = self._eviction.take(n, protected, plain_lru=self._guard.plain_lru)
-        if victims is None:
-            return None
-        evicted = [(key, self.blocks.pop(key)) for key in victims]
-        self._tree.trim_ghosts(len(self.blocks))
-        return evicted
+    def clear(self) -> None:
+        for state in self._open.values():
+            state.open = False
+        self._open.clear()
+        self._tree.clear()
+        self._reuse.clear()
+        self._shadow.clear()
+        self._held = 0
+        super().clear()
+
+    def _take(self, count: int, offered: Sequence[OffloadKey], kept: set[int]) -> list[int] | None:
+        return self._eviction.take(count, offered, kept, self.table, plain_lru=self._guard.plain_lru)
+
+    def _note_held(self, ids: Ids) -> None:
+        self.table.part[ids] = _HELD
+        self._held += len(ids)
+
+    def _note_gone(self, ids: Ids) -> None:
+        table = self.table
+        table.part[ids] = 0
+        self._held -= len(ids)
+        if table.num_parked:
+            table.num_parked -= int(np.count_nonzero(table.parked[ids]))
+            table.parked[ids] = False
 
     # ---- hooks
 
@@ -118,7 +169,7 @@ class AdaptiveCachePolicy(CachePolicy):
             self._learner.adopt(keys, state)
         if state.declined:
             admitted: list[OffloadKey] = []
-        elif self._guard.plain_lru or len(self.blocks) + len(keys) <= self.cache_capacity:
+        elif self._guard.plain_lru or self._held + len(keys) <= self.cache_capacity:
             return keys
         else:
             admitted = self._learner.worth_storing(keys, state, req_context.priority)
@@ -126,34 +177,18 @@ class AdaptiveCachePolicy(CachePolicy):
         self._declined_blocks += len(keys) - len(admitted)
         return admitted
 
-    def on_ready(self, keys: Sequence[OffloadKey]) -> None:
-        self._place_nodes_of(keys)
-
-    def on_unpinned(self, keys: Sequence[OffloadKey]) -> None:
-        self._place_nodes_of(keys)
-
     def on_request_finished(
         self, keys_in_prefix_order: Sequence[OffloadKey], req_context: ReqContext, outcome: RequestOutcome | None
     ) -> None:
         state = self._open.pop(req_context.req_id, None)
         self._finish(state, keys_in_prefix_order, req_context.priority, outcome)
 
-    def clear(self) -> None:
-        for state in self._open.values():
-            state.open = False
-        self._open.clear()
-        self.blocks.clear()
-        self._tree.clear()
-        self._table.clear()
-        self._shadow.clear()
-
     def stats(self) -> dict[str, float]:
-        known, held = len(self._tree.node_of), len(self.blocks)
         return {
             **self._guard.stats(),
             "declined_blocks": self._declined_blocks,
-            "ghost_blocks": known - held,
-            "reuse_classes": len(self._table.classes),
+            "ghost_blocks": len(self._tree.node_of) - self._held,
+            "reuse_classes": len(self._reuse.classes),
             "finished_requests": self._finished,
             "open_requests": len(self._open),
         }
@@ -174,7 +209,7 @@ class AdaptiveCachePolicy(CachePolicy):
         self._tick(context.started_seconds)
         state = self._open[req_id] = RequestState(chains)
         if context.started_seconds is not None:
-            state.start = self._table.now
+            state.start = self._reuse.now
         self._learner.begin(state)
 
     def _finish(
@@ -182,7 +217,7 @@ class AdaptiveCachePolicy(CachePolicy):
     ) -> None:
         end = outcome.now_seconds if outcome is not None else None
         if end is None and self._clock_base is None:
-            self._advance(self._table.now + 1.0)
+            self._advance(self._reuse.now + 1.0)
         self._tick(end)
         chains = group_chains(keys) if keys or state is None else state.chains
         if state is None:  # it was never touched: which keys it found is known by the finished requests before it
@@ -190,51 +225,52 @@ class AdaptiveCachePolicy(CachePolicy):
             self._learner.begin(state)
             state.matched = []
         ending = Ending(
-            start=self._table.now if state.start is None else state.start,
+            start=self._reuse.now if state.start is None else state.start,
             answer_tokens=(outcome.output_tokens if outcome is not None else None) or 0,
             hint=hint_number(outcome),
             priority=clamp_priority(priority),
         )
         state.prospects = None
-        self._learner.finish(state, chains, ending)
-        self._let_go(state)
+        if self._learner.finish(state, chains, ending) and chains == state.chains:
+            state.open = False
+        else:  # some of its nodes were not on the path
+            self._let_go(state)
         self._finished += 1
-        self._table.rerank()
+        self._reuse.rerank()
         if self._finished % _DECAY_REQUESTS == 0:
-            self._table.decay()
-        self._tree.trim_ghosts(len(self.blocks))
+            self._reuse.decay()
+        self._tree.trim_ghosts(self._held)
 
     def _tick(self, seconds: float | None) -> None:
         """Move the policy's clock, which starts at 0, to the caller's time, never back."""
         if seconds is not None and isfinite(seconds):
             if self._clock_base is None:
-                self._clock_base = seconds - self._table.now
-            self._advance(max(self._table.now, seconds - self._clock_base))
+                self._clock_base = seconds - self._reuse.now
+            self._advance(max(self._reuse.now, seconds - self._clock_base))
 
     def _advance(self, now: float) -> None:
         self._tree.now = now
-        self._table.advance(now)
+        self._reuse.advance(now)
 
     # ---- upkeep
 
     def _place(self, node: Node) -> None:
         """Put a node into the eviction order if its end may be evicted."""
         if node.held and not node.live_kids and node.cell is None and (node.busy is None or not node.busy.open):
-            self._table.place(node)
+            self._reuse.place(node)
 
-    def _place_nodes_of(self, keys: Sequence[OffloadKey]) -> None:
+    def _place_nodes_of(self, keys: Iterable[OffloadKey]) -> None:
         node_of = self._tree.node_of
         last: Node | None = None
         for key in keys:
-            node = node_of[key]
-            if node is not last:
+            node = node_of.get(key)
+            if node is not last and node is not None:
                 self._place(node)
                 last = node
 
     def _let_go(self, state: RequestState) -> None:
         """End a request's claim on its nodes."""
-        if not state.open:
-            return
-        state.open = False
-        for chain in state.chains:
-            self._place_nodes_of([key for key in chain if key in self.blocks])
+        if state.open:
+            state.open = False
+            for chain in state.chains:
+                self._place_nodes_of(chain)

@@ -170,14 +170,20 @@ class RequestLearner:
 
     # ---- it ends
 
-    def finish(self, state: RequestState, chains: list[list[OffloadKey]], ending: Ending) -> None:
-        """Learn from a request: which runs were reused, and what classes its runs are in from now on."""
+    def finish(self, state: RequestState, chains: list[list[OffloadKey]], ending: Ending) -> bool:
+        """Learn from a request: which runs were reused, and what classes its runs are in from now on.
+
+        Returns:
+            Whether the tree could follow all its keys.
+        """
+        complete = True
         for index, chain in enumerate(chains):
             if chain:
                 matched = state.matched[index] if index < len(state.matched) else None
-                self._finish_chain(chain, matched, state, ending)
+                complete &= self._finish_chain(chain, matched, state, ending)
+        return complete
 
-    def _finish_chain(self, chain: list[OffloadKey], matched: int | None, state: RequestState, ending: Ending) -> None:
+    def _finish_chain(self, chain: list[OffloadKey], matched: int | None, state: RequestState, ending: Ending) -> bool:
         tree, table = self._tree, self._table
         path, _ = tree.walk(chain, state)
         known = self._known_nodes(path, matched)
@@ -212,9 +218,12 @@ class RequestLearner:
             end.turn = turn
         if continues:
             path = path[: fork + 1] + self._merge(path[fork + 1 :])
+        length = 0
         for node in path:
             self._place(node)
             tree.renew_ghosts(node)
+            length += len(node.keys)
+        return length == len(chain)
 
     def _known_nodes(self, path: list[Node], matched: int | None) -> int:
         """Return how many nodes of `path` were known before the request, cutting one that is half known."""

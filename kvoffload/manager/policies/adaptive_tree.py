@@ -153,19 +153,30 @@ class RadixTree:
         lower.held = lower.live_kids = 0
         return True
 
-    def hold(self, key: OffloadKey) -> Node:
-        """Note that `key` has a block now; an unknown key becomes a root of its own."""
-        node = self.node_of.get(key)
-        if node is None:
-            node = self.append(None, (key,))
-        if node.keys[node.held] != key:
-            self.split(node, node.keys.index(key))
-        node.held += 1
-        if node.held == 1 and not node.live_kids:
-            self._becomes_live(node)
-        if node.held == len(node.keys):
-            self._ghosts.pop(node, None)
-        return node
+    def hold(self, keys: list[OffloadKey]) -> list[Node]:
+        """Note that `keys` have blocks now, and return their nodes; an unknown key becomes a root of its own."""
+        node_of = self.node_of
+        nodes: list[Node] = []
+        at, total = 0, len(keys)
+        while at < total:
+            key = keys[at]
+            node = node_of.get(key)
+            if node is None:
+                node = self.append(None, (key,))
+            held = node.held
+            if node.keys[held] != key:
+                self.split(node, node.keys.index(key))
+                held = 0
+            run = node.keys[held : held + total - at]
+            count = len(run) if run == keys[at : at + len(run)] else 1
+            node.held = held + count
+            if not held and not node.live_kids:
+                self._becomes_live(node)
+            if node.held == len(node.keys):
+                self._ghosts.pop(node, None)
+            nodes.append(node)
+            at += count
+        return nodes
 
     def release(self, key: OffloadKey) -> Node:
         """Note that `key` has no block any more, and return its node; in the middle of a run this cuts the run."""

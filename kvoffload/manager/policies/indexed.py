@@ -135,7 +135,7 @@ class IndexedPolicy(CachePolicy):
 
     # ---- how a manager drives it
 
-    def evict_for(self, offered: Sequence[OffloadKey], idle: Ids, count: int) -> Ids:  # noqa: ARG002
+    def evict_for(self, offered: Sequence[OffloadKey], idle: Ids, count: int) -> Ids | None:  # noqa: ARG002
         if not len(idle):
             return self.evict_blocks(count)
         self.table.refs[idle] = 1
@@ -204,7 +204,9 @@ class IndexedPolicy(CachePolicy):
         kept = kept[table.refs[kept] == 0]
         if len(idle) - len(kept) < n:
             return None
-        ids = self.evict_for((), kept, n)
+        ids = self.evict_for(tuple(protected), kept, n)
+        if ids is None:
+            return None
         victims = [(key, self.view(block)) for key, block in zip(table.keys[ids].tolist(), ids.tolist(), strict=True)]
         for (key, _), block in zip(victims, ids.tolist(), strict=True):
             self._forget(key, block)
