@@ -19,6 +19,7 @@ from kvoffload.manager.policies.adaptive_node import Node
 BINS = 14
 EDGES_SECONDS = (0.0, *(2.0**exponent for exponent in range(BINS - 1)), 4.0 * 2.0 ** (BINS - 1))
 """Age bins: below 1 s, then one for each doubling; the last one has no end, this is the length it counts with."""
+_WIDTHS_SECONDS = [EDGES_SECONDS[index + 1] - EDGES_SECONDS[index] for index in range(BINS)]
 
 CLASS_WEIGHT = 500.0
 _MAX_HAZARD = 0.98
@@ -97,15 +98,17 @@ class ReuseClass(Sums):
         """Recompute the ranks in one pass from the oldest bin; `of_kind` holds the kind's hazards."""
         hazards = self.hazards(self.base(of_kind), CLASS_WEIGHT)
         stack: list[tuple[float, float, float]] = []  # reuses, block-seconds, survival of a horizon's pieces
+        rank, worth = self.rank, self.worth
         for index in range(BINS - 1, -1, -1):
-            hazard = min(hazards[index], _MAX_HAZARD)
-            reuses, survival = hazard, 1.0 - hazard
-            seconds = (1.0 - hazard / 2.0) * (EDGES_SECONDS[index + 1] - EDGES_SECONDS[index])
+            reuses = hazards[index]
+            reuses = min(reuses, _MAX_HAZARD)
+            survival = 1.0 - reuses
+            seconds = (1.0 - reuses / 2.0) * _WIDTHS_SECONDS[index]
             while stack and stack[-1][0] * seconds > reuses * stack[-1][1]:
                 more_reuses, more_seconds, more_survival = stack.pop()
                 reuses += survival * more_reuses
                 seconds += survival * more_seconds
                 survival *= more_survival
             stack.append((reuses, seconds, survival))
-            self.rank[index] = self.worth * reuses / seconds
-            self.in_heap[index] = False
+            rank[index] = worth * reuses / seconds
+        self.in_heap = [False] * BINS

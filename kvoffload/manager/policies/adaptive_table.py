@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from heapq import heapify, heappop, heappush
+from itertools import takewhile
 
 from kvoffload.manager.policies.adaptive_hazard import (
     BINS,
@@ -121,34 +122,32 @@ class ReuseTable:
         for index in bins:
             due[index] = now + (EDGES_SECONDS[index + 1] - EDGES_SECONDS[index]) * _SCAN_SHARE
         self._next_due = min(due)
-        for reuse in self.classes.values():
-            cells, exposures = reuse.cells, reuse.exposures
-            for index in bins:
-                limit = now - EDGES_SECONDS[index + 1]
-                if cells[index]:
+        classes = self.classes.values()
+        for index in bins:
+            limit = now - EDGES_SECONDS[index + 1]
+            for reuse in classes:
+                cell = reuse.cells[index]
+                if cell and next(iter(cell)).time <= limit:
                     self._age_cell(reuse, index, limit)
-                if exposures[index]:
+                watched = reuse.exposures[index]
+                if watched and next(iter(watched)).time <= limit:
                     self._age_exposures(reuse, index, limit)
 
     def _age_cell(self, reuse: ReuseClass, index: int, limit: float) -> None:
         cell = reuse.cells[index]
-        while cell:
-            node = next(iter(cell))
-            if node.time > limit:
-                return
+        old = list(takewhile(lambda node: node.time <= limit, cell))
+        for node in old:
             del cell[node]
             node.age_bin = index + 1
             self._enter(node, reuse, index + 1)
 
     def _age_exposures(self, reuse: ReuseClass, index: int, limit: float) -> None:
-        queue = reuse.exposures[index]
+        watched = reuse.exposures[index]
         following = reuse.exposures[index + 1] if index + 1 < BINS - 1 else None
+        old = list(takewhile(lambda node: node.time <= limit, watched))
         blocks = 0
-        while queue:
-            node = next(iter(queue))
-            if node.time > limit:
-                break
-            del queue[node]
+        for node in old:
+            del watched[node]
             node.exposure = following
             if following is not None:
                 following[node] = None
