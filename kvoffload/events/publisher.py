@@ -22,6 +22,7 @@ from kvoffload.events.fold import Fold
 from kvoffload.events.lane import Lane
 from kvoffload.events.listeners import Listeners
 from kvoffload.events.merge import MergeReader
+from kvoffload.events.register import AutoRegistration, registration
 from kvoffload.events.replay import ReplayServer
 from kvoffload.events.residency import REASONS
 from kvoffload.events.settings import default_instance_id, resolve
@@ -162,6 +163,7 @@ class FeedPublisher:
         self._sent_at = monotonic()
         self._server = ReplayServer(self.lanes, self._describe_lane, self._tick)
         self._thread = threading.Thread(target=self._run, name="kvoffload-feed", daemon=True)
+        self._registration: AutoRegistration | None = None
         replays = [*config.merge_replay_from, *[None] * len(config.merge_from)]
         self._merged = [
             MergeReader(endpoint, replay, self._command)
@@ -188,6 +190,10 @@ class FeedPublisher:
         self._thread.start()
         for reader in self._merged:
             reader.start()
+        if self.config.indexer is not None:
+            bodies = [registration(self._describe_lane(lane)) for lane in self.lanes]
+            self._registration = AutoRegistration(self.config.indexer, bodies)
+            self._registration.start()
 
     def publish(self, events: Sequence[OffloadingEvent], infos: Mapping[OffloadKey, BlockInfo]) -> None:
         """Take the manager's events. Never blocks, never raises."""
@@ -286,6 +292,8 @@ class FeedPublisher:
             return True
         self._closed = True
         deadline = time.monotonic() + timeout
+        if self._registration is not None:
+            self._registration.stop(timeout / 4)
         merged = [reader.stop(max(deadline - time.monotonic(), 0)) for reader in self._merged]
         self._stopping.set()
         self._put(_Command(lambda _lane: None))

@@ -1,0 +1,40 @@
+"""Register a feed with a Dynamo indexer: an existing registration is removed first, with its watermark.
+
+Examples:
+  kvoffload feed register --indexer http://indexer:8090
+  kvoffload feed register --indexer http://indexer:8090 --instance 7 --slot 1     beside the engine's own feed
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from kvoffload.cli.feed import add_replay_argument
+from kvoffload.cli.feed_snippet import describe
+from kvoffload.events.register import DynamoIndexer, registration
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--indexer", metavar="URL", required=True, help="Dynamo's indexer")
+    add_replay_argument(parser)
+    parser.add_argument("--instance", type=int, help="the worker's number (made from the instance id)")
+    parser.add_argument("--model", help="model name (the publisher's)")
+    parser.add_argument("--slot", type=int, help="dp_rank slot; take a free one beside the engine's feed (the rank)")
+    parser.add_argument("--unregister", action="store_true", help="only remove the registration")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Register, or unregister."""
+    body = registration(
+        describe(args.replay, args.timeout), instance=args.instance, model=args.model, dp_rank=args.slot
+    )
+    indexer = DynamoIndexer(args.indexer)
+    if args.unregister:
+        found = indexer.unregister(body["instance_id"], body["model_name"])
+        print("unregistered" if found else "was not registered")
+        return 0
+    indexer.register(body)
+    print(f"registered {json.dumps(body)}")
+    return 0

@@ -1,0 +1,129 @@
+"""Ask a consumer for what is resident, and say why it is not found.
+
+Takes resident prefixes from the publisher's snapshot, asks Dynamo's indexer for each, and prints found and expected
+tokens per tier. Without --indexer only the feed itself is checked against what the consumer needs.
+
+Examples:
+  kvoffload feed verify --indexer http://indexer:8090
+  kvoffload feed verify --for llm-d
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import zmq
+
+from kvoffload.cli.feed import add_replay_argument
+from kvoffload.events.client import NoAnswer, ReplayClient
+from kvoffload.events.register import DynamoIndexer, IndexerError, registration
+from kvoffload.events.settings import PRESETS
+from kvoffload.events.verify import Finding, Probe, diagnose, probes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--indexer", metavar="URL", help="Dynamo's indexer")
+    parser.add_argument(
+        "--for", dest="consumer", choices=sorted(PRESETS), default="dynamo", help="consumer (%(default)s)"
+    )
+    add_replay_argument(parser)
+    parser.add_argument("--model", help="model that requests name (the publisher's)")
+    parser.add_argument("--instance", type=int, help="the worker's number (made from the instance id)")
+    parser.add_argument("--samples", type=int, default=20, help="prefixes to ask for (%(default)s)")
+    parser.add_argument("--wait", type=float, default=1.0, help="seconds to give the indexer (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Verify; 0 when everything is found and nothing is wrong."""
+    result = verify(args)
+    if args.json:
+        print(json.dumps(result))
+    else:
+        for tier in ("gpu", "cpu"):
+            print(f"{tier}: {result['found'][tier]} of {result['expected'][tier]} tokens found")
+        for finding in result["findings"]:
+            print(f"{finding['name']}: {finding['text']}")
+        print("ok" if result["ok"] else "NOT ok")
+    return 0 if result["ok"] else 1
+
+
+def verify(args: argparse.Namespace) -> dict[str, Any]:
+    """Return found and expected tokens per tier, and the findings."""
+    nothing = {"gpu": 0, "cpu": 0}
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        client = ReplayClient(args.replay, context, args.timeout)
+        description = client.describe()
+        payloads = [] if description is None else client.snapshot()[1]
+    except NoAnswer as error:
+        return _result(nothing, nothing, [Finding("port", str(error))])
+    finally:
+        context.destroy(linger=0)
+    if description is None:
+        return _result(nothing, nothing, [Finding("port", f"{args.replay} is no publisher of kvoffload")])
+    asked, special = probes(payloads, args.samples)
+    workers, found, expected, problems = None, dict(nothing), dict(nothing), []
+    if args.indexer:
+        indexer = DynamoIndexer(args.indexer)
+        expected = {"gpu": sum(p.gpu for p in asked), "cpu": sum(p.cpu for p in asked)}
+        try:
+            workers = indexer.workers()
+            body = registration(description, instance=_instance(args, description, workers), model=args.model)
+            found = _ask_until(indexer, asked, body, expected, args.wait)
+        except IndexerError as error:
+            problems = [Finding("indexer", str(error))]
+    missing = any(found[tier] < expected[tier] for tier in found)
+    findings = diagnose(
+        description,
+        consumer=args.consumer,
+        indexer_url=args.indexer,
+        workers=workers,
+        model=args.model,
+        missing=missing,
+    )
+    return {**_result(found, expected, problems + findings), "prefixes": len(asked), "not_asked": special}
+
+
+def _result(found: dict[str, int], expected: dict[str, int], findings: list[Finding]) -> dict[str, Any]:
+    return {
+        "ok": found == expected and not findings,
+        "found": found,
+        "expected": expected,
+        "findings": [{"name": finding.name, "text": finding.text} for finding in findings],
+    }
+
+
+def _ask_until(
+    indexer: DynamoIndexer, asked: list[Probe], body: dict[str, Any], expected: dict[str, int], wait: float
+) -> dict[str, int]:
+    """Ask until everything is found, or the time is over."""
+    deadline = time.monotonic() + wait
+    while True:
+        found = _ask(indexer, asked, body)
+        if found == expected or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
+
+
+def _ask(indexer: DynamoIndexer, asked: list[Probe], body: dict[str, Any]) -> dict[str, int]:
+    total = {"gpu": 0, "cpu": 0}
+    for probe in asked:
+        answer = indexer.query(probe.token_ids, body["model_name"], body["instance_id"])
+        for tier in total:
+            total[tier] += answer[tier]
+    return total
+
+
+def _instance(args: argparse.Namespace, description: dict[str, Any], workers: list[dict[str, Any]]) -> int | None:
+    """Return the given instance, or the one that is registered with the feed's endpoint."""
+    if args.instance is not None:
+        return int(args.instance)
+    for worker in workers:
+        if description["endpoint"] in (worker.get("endpoints") or {}).values():
+            return int(worker["instance_id"])
+    return None

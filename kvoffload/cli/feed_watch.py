@@ -1,0 +1,78 @@
+"""Show what a feed says, until interrupted.
+
+Examples:
+  kvoffload feed watch tcp://127.0.0.1:5557
+  kvoffload feed watch tcp://10.0.0.7:5557 --json --seconds 10 | jq .
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+from kvoffload.events.subscriber import GapRecovered, Item, SourceReset, Subscription, Synced
+from kvoffload.events.wire import AllBlocksCleared, BlockRemoved, BlockStored
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("endpoint", nargs="?", default="tcp://127.0.0.1:5557", help="the feed (%(default)s)")
+    parser.add_argument(
+        "--replay", metavar="ENDPOINT", default="next", help="replay endpoint (the port after the feed's)"
+    )
+    parser.add_argument("--topic", default="", help="prefix of the topics to show (all)")
+    parser.add_argument("--seconds", type=float, help="stop after that long")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print items as they come."""
+    deadline = None if args.seconds is None else time.monotonic() + args.seconds
+    with Subscription(args.endpoint, args.replay, topic=args.topic) as subscription:
+        while deadline is None or time.monotonic() < deadline:
+            for item in subscription.poll(0.2):
+                shown = describe_item(item, subscription.sequence)
+                print(json.dumps(shown) if args.json else as_text(shown), flush=True)
+    return 0
+
+
+def describe_item(item: Item, sequence: int) -> dict[str, Any]:
+    """Return an item as plain values."""
+    if isinstance(item, BlockStored):
+        return {
+            "event": "stored", "sequence": sequence, "medium": item.medium, "group": item.group_idx,
+            "blocks": len(item.block_hashes), "tokens": len(item.token_ids), "parent": _hex(item.parent_block_hash),
+            "hashes": [_hex(name) for name in item.block_hashes],
+        }  # fmt: skip
+    if isinstance(item, BlockRemoved):
+        return {
+            "event": "removed", "sequence": sequence, "medium": item.medium, "group": item.group_idx,
+            "blocks": len(item.block_hashes), "hashes": [_hex(name) for name in item.block_hashes],
+        }  # fmt: skip
+    if isinstance(item, AllBlocksCleared):
+        return {"event": "cleared", "sequence": sequence}
+    if isinstance(item, Synced):
+        return {"event": "synced", "sequence": item.sequence}
+    if isinstance(item, SourceReset):
+        return {"event": "reset", "reason": item.reason}
+    if isinstance(item, GapRecovered):
+        return {"event": "gap recovered", "numbers": item.numbers}
+    return {"event": "unrecoverable", "reason": item.why}
+
+
+def as_text(shown: dict[str, Any]) -> str:
+    """Return an item for people: one line, hashes shortened."""
+    hashes = shown.get("hashes", [])
+    parts = [f"{shown['event']:<14}"]
+    parts += [f"{name} {value}" for name, value in shown.items() if name not in ("event", "hashes", "parent")]
+    if hashes:
+        parts.append(hashes[0][-8:] + (f" .. {hashes[-1][-8:]}" if len(hashes) > 1 else ""))
+    return "  ".join(parts)
+
+
+def _hex(name: int | bytes | None) -> str | None:
+    if name is None:
+        return None
+    return f"{name:016x}" if isinstance(name, int) else name.hex()

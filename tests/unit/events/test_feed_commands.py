@@ -1,0 +1,58 @@
+"""`kvoffload feed watch` and `snippet` on a running publisher."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from feedkit import BLOCK, chain, publisher, removed, stored
+
+from kvoffload.cli.main import main
+
+
+def test_watch_shows_the_snapshot_and_what_follows_as_json_lines(capsys):
+    with publisher(heartbeat_seconds=0.1) as feed:
+        feed.publish(*stored(chain(1, 3)))
+        feed.flush()
+        arguments = ["feed", "watch", feed.endpoints[0], "--replay", feed.replay_endpoints[0], "--seconds", "0.3"]
+        assert main([*arguments, "--json"]) == 0
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [line["event"] for line in lines] == ["reset", "stored", "stored", "stored", "synced"]
+        assert lines[1]["medium"] == "CPU"
+        assert lines[1]["tokens"] == BLOCK
+        assert lines[2]["parent"] == lines[1]["hashes"][0]
+        feed.publish(*removed(chain(1, 3), 2))
+        feed.flush()
+        assert main(arguments) == 0
+        text = capsys.readouterr().out
+        assert text.count("stored") == 2
+        assert "medium CPU" in text
+
+
+def test_watch_says_what_cannot_be_recovered(capsys):
+    with publisher(replay_endpoint=None) as feed:
+        assert main(["feed", "watch", feed.endpoints[0], "--replay", "tcp://127.0.0.1:9", "--seconds", "0.1"]) == 0
+        assert "unrecoverable" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("consumer", "parts"),
+    [
+        ("dynamo", ["curl -sS -X POST http://127.0.0.1:8090/register", '"block_size": 4', '"model_name": "m"']),
+        ("vllm-router", ["--policy kv_aware", "--kv-event-source http://127.0.0.1:8000=tcp://", "# topic:"]),
+        ("llm-d", ['topicFilter: "kv@"', "socketPort: ", "replaySocketPort: "]),
+        ("aibrix", ["kv-events-enabled", "# profile: aibrix does not read the map profile"]),
+    ],
+)
+def test_snippets_hold_the_publishers_own_values(consumer, parts, capsys):
+    with publisher(model_name="m") as feed:
+        assert main(["feed", "snippet", "--for", consumer, "--replay", feed.replay_endpoints[0]]) == 0
+    out = capsys.readouterr().out
+    assert all(part in out for part in parts), out
+
+
+def test_a_publisher_that_does_not_answer_is_named(capsys):
+    with publisher() as feed:
+        port = feed.endpoints[0]
+    assert main(["feed", "snippet", "--for", "dynamo", "--replay", port, "--timeout", "0.1"]) == 1
+    assert f"no answer from {port}" in capsys.readouterr().err
