@@ -13,7 +13,7 @@ from kvoffload.manager.specs import CPULoadStoreSpec, GPULoadStoreSpec
 from kvoffload.memory.canonical import CanonicalKVCaches
 from kvoffload.spec.base import HandlerRoute, KVCacheConfig, OffloadingSpec
 from kvoffload.transfer.directional import CpuGpuOffloadingHandlers
-from kvoffload.transfer.link import host_link_bytes_per_second
+from kvoffload.transfer.link import host_link_bytes_per_second, store_link_bytes_per_second
 
 
 class CPUOffloadingSpec(OffloadingSpec):
@@ -89,8 +89,18 @@ class CPUOffloadingSpec(OffloadingSpec):
             self._handlers.shutdown(timeout)
 
     def measure_link(self, kv_caches: CanonicalKVCaches) -> dict[str, float]:
-        """Return the speed of host copies; on other devices nothing is measured yet."""
-        if kv_caches.device != "cpu":
-            return {}
-        speed = host_link_bytes_per_second()
-        return {"load": speed, "store": speed}
+        """Return the speed of host copies; on other devices that of stores, which the loads' is taken to equal."""
+        if kv_caches.device == "cpu":
+            speed: float | None = host_link_bytes_per_second()
+        elif self._handlers is None:
+            speed = None
+        else:
+            speed = store_link_bytes_per_second(
+                self._handlers.gpu_to_cpu_handler,
+                gpu_blocks=kv_caches.num_blocks,
+                cpu_blocks=self.num_blocks,
+                factor=self.block_size_factor,
+                block_bytes=sum(ref.page_size_bytes for ref in kv_caches.group_data_refs[0]),
+                num_groups=kv_caches.num_groups,
+            )
+        return {"load": speed, "store": speed} if speed else {}
