@@ -1,67 +1,127 @@
-"""`kvoffload plan`: bytes before anything is allocated."""
+"""`kvoffload plan`: bytes before anything is mapped."""
 
 import json
 
+import numpy as np
 import pytest
 
+import kvoffload as kv
 from kvoffload.cli.main import main
-from kvoffload.cli.plan import make_plan
-from kvoffload.config import OffloadConfig
-from kvoffload.errors import ConfigError
+from kvoffload.cli.model_geometry import LayerGroup, ModelGeometry
+from kvoffload.cli.plan import plan
+from kvoffload.memory.preflight import SystemPaths
+from kvoffload.spec.base import KVCacheConfig
+from kvoffload.spec.cpu import CPUOffloadingSpec
+
+SETTINGS = ["--set", "cpu_bytes_to_use=64MiB", "--set", "gpu_block_size=16"]
 
 
-def write(tmp_path, **values):
-    path = tmp_path / "kvoffload.json"
-    path.write_text(json.dumps({"cpu_bytes_to_use": "1GiB", "gpu_block_size": 16, **values}))
-    return str(path)
+def planned(capsys, *arguments, code=0):
+    assert main(["plan", *SETTINGS, *arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
 
 
-def planned(capsys, *arguments):
-    code = main(["plan", *arguments, "--json"])
-    return code, json.loads(capsys.readouterr().out)
+def test_numbers_of_a_grouped_query_model_on_four_ranks(capsys):
+    values = planned(capsys, "--group", "32:8:128", "--set", "world_size=4", "--set", "block_size=64")
+    per_rank = 32 * 2 * 2 * 128 * 2 * 16
+    assert values["engine_block_bytes_per_rank"] == per_rank
+    assert values["offloaded_block_bytes_per_rank"] == values["group_block_bytes_per_rank"][0] == per_rank * 4
+    assert values["offloaded_block_bytes"] == per_rank * 16
+    assert values["offloaded_blocks"] == (64 << 20) // (per_rank * 16)
+    assert values["tokens_held"] == values["offloaded_blocks"] * 64
+    assert values["rank_bytes"] * 4 == values["total_bytes"] == values["offloaded_blocks"] * per_rank * 16
+    assert values["unused_bytes"] == (64 << 20) - values["total_bytes"]
+    assert values["fits"] is True
 
 
-def test_heads_are_shared_by_the_ranks(tmp_path, capsys):
-    path = write(tmp_path, world_size=2, block_size=64)
-    code, plan = planned(capsys, path, "--layers", "32", "--kv-heads", "8", "--head-dim", "128")
-    engine_block = 32 * 16 * (2 * 4 * 128 * 2)
-    assert code == 0
-    assert plan["bytes_per_engine_block_and_rank"] == {"group_0_bytes": engine_block}
-    assert plan["bytes_per_offloaded_block_and_rank"] == engine_block * 4
-    assert plan["bytes_per_offloaded_block"] == engine_block * 8
-    assert plan["offloaded_blocks"] == (1 << 30) // (engine_block * 8)
-    assert plan["tokens"] == plan["offloaded_blocks"] * 64
-    assert plan["total_bytes"] + plan["unused_bytes"] == 1 << 30
-    assert plan["bytes_per_rank"] * 2 == plan["total_bytes"]
+def test_the_plan_is_what_the_spec_does_with_real_tensors():
+    config = kv.OffloadConfig(cpu_bytes_to_use="1MiB", gpu_block_size=16, block_size=32)
+    layers = {f"layer.{index}": np.zeros((2, 8, 16, 4, 8), np.float16) for index in range(3)}
+    caches = kv.CanonicalKVCaches.from_layers(layers, block_dim=1)
+    spec = CPUOffloadingSpec(config, KVCacheConfig.from_canonical(caches, config))
+    values = plan(config, ModelGeometry((LayerGroup(3, 4, 8),)))
+    assert values["engine_block_bytes_per_rank"] == caches.bytes_per_block
+    assert (values["offloaded_block_bytes"], values["offloaded_blocks"]) == (
+        spec.offloaded_block_bytes,
+        spec.num_blocks,
+    )
 
 
-def test_fewer_heads_than_ranks_means_one_on_each(tmp_path, capsys):
-    path = write(tmp_path, world_size=8)
-    _, plan = planned(capsys, path, "--layers", "1", "--kv-heads", "2", "--head-dim", "64", "--dtype", "fp8")
-    assert plan["bytes_per_engine_block_and_rank"]["group_0_bytes"] == 16 * 2 * 64
+def test_a_latent_cache_is_whole_on_every_rank(capsys):
+    values = planned(capsys, "--group", "61:mla:576", "--set", "world_size=2", "--dtype", "fp8")
+    assert values["engine_block_bytes_per_rank"] == 61 * 576 * 16
 
 
-def test_groups_add_up():
-    config = OffloadConfig(cpu_bytes_to_use="1MiB", gpu_block_size=(16, 32))
-    plan = make_plan(config, [2, 3], 10)
-    assert plan.group_bytes == (320, 960)
-    assert plan.block_bytes == 1280
-    with pytest.raises(ConfigError, match="2 groups"):
-        make_plan(config, [2], 10)
+def test_fewer_heads_than_ranks_are_held_twice(capsys):
+    values = planned(capsys, "--group", "2:2:64", "--set", "world_size=4")
+    assert values["engine_block_bytes_per_rank"] == 2 * 2 * 64 * 2 * 16
 
 
-def test_memory_that_the_machine_lacks_is_a_failure(tmp_path, capsys):
-    path = write(tmp_path, cpu_bytes_to_use=str(1 << 50))
-    code, plan = planned(capsys, path, "--layers", "1", "--token-bytes", "1KiB")
-    assert (code, plan["fits_this_machine"]) == (1, False)
+@pytest.mark.parametrize(("shared", "tensors"), [([], 3), (["--shared-tensors"], 2)])
+def test_groups_may_share_tensors(capsys, shared, tensors):
+    values = planned(capsys, "--group", "2:8:64", "--group", "1:8:64", *shared)
+    page = 2 * 8 * 64 * 2 * 16
+    assert values["group_block_bytes_per_rank"] == [2 * page, page]
+    assert values["offloaded_block_bytes"] == tensors * page
+    assert values["tokens_held"] == values["offloaded_blocks"] // 2 * 16
 
 
-@pytest.mark.parametrize("arguments", [["--layers", "1"], ["--layers", "1", "--kv-heads", "8"]])
-def test_missing_sizes_are_named(tmp_path, capsys, arguments):
-    assert main(["plan", write(tmp_path), *arguments]) == 2
-    assert "--kv-heads and --head-dim, or --token-bytes" in capsys.readouterr().err
+LLAMA = {
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+DEEPSEEK = {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "torch_dtype": "bfloat16"}
 
 
-def test_the_table_is_for_people(tmp_path, capsys):
-    assert main(["plan", write(tmp_path), "--layers", "2", "--token-bytes", "1KiB"]) == 0
-    assert "offloaded blocks" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("model", "block_bytes"),
+    [
+        (LLAMA, 32 * 2 * 8 * 128 * 2 * 16),
+        (DEEPSEEK, 61 * 576 * 2 * 16),
+        ({"text_config": LLAMA, "torch_dtype": "float32"}, 32 * 2 * 8 * 128 * 2 * 16),
+    ],
+)
+def test_geometry_is_read_from_a_models_config(tmp_path, capsys, model, block_bytes):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(model))
+    assert planned(capsys, "--model", str(path))["offloaded_block_bytes"] == block_bytes
+
+
+def test_memory_that_is_not_there_is_exit_code_1(tmp_path, monkeypatch, capsys):
+    (tmp_path / "meminfo").write_text("MemAvailable: 1024 kB\n")
+    (tmp_path / "cgroup").write_text("0::/\n")
+    system = SystemPaths(tmp_path / "meminfo", tmp_path / "cgroup", tmp_path, tmp_path)
+    monkeypatch.setattr("kvoffload.cli.plan.plan", lambda config, model: plan(config, model, system))
+    values = planned(capsys, "--group", "2:8:64", code=1)
+    assert (values["fits"], values["memory_available_bytes"]) == (False, 1 << 20)
+
+
+def test_a_file_is_read_and_a_table_printed(tmp_path, capsys):
+    path = tmp_path / "offload.toml"
+    path.write_text('cpu_bytes_to_use = "64MiB"\ngpu_block_size = 16\n')
+    assert main(["plan", str(path), "--group", "32:8:128"]) == 0
+    out = capsys.readouterr().out
+    assert "offloaded block bytes" in out
+    assert "2.0 MiB" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--model config.json, or --group"),
+        (["--group", "32:8:128", "--set", "cpu_bytes_to_use=1KiB"], "at least one offloaded block"),
+        (["--group", "32:6:128", "--set", "world_size=4"], "6 KV heads cannot be cut over 4 ranks"),
+        (["--group", "32:8:128", "--set", "gpu_block_size=16,32"], "names 2 KV-cache groups"),
+        (["--model", "missing.json"], "missing.json cannot be read"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(arguments, message, capsys):
+    assert main(["plan", *SETTINGS, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("group", ["32", "32:8", "a:b:c", "0:8:128", "32:8:-1"])
+def test_a_group_that_makes_no_sense_is_a_usage_mistake(group, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", *SETTINGS, "--group", group])
+    assert "LAYERS:KV_HEADS:HEAD_DIM" in capsys.readouterr().err
