@@ -13,6 +13,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -51,8 +52,8 @@ def _size(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     if isinstance(value, str) and (match := _SIZE.fullmatch(value)) and (unit := _UNITS.get(match[2].lower())):
-        size = float(match[1]) * unit if "." in match[1] else int(match[1]) * unit
-        if size > 0 and size == int(size):
+        size = Fraction(match[1]) * unit
+        if size > 0 and size.denominator == 1:
             return int(size)
     raise ValueError("must be a positive size in bytes, such as 1048576, '512MiB' or '10GB'")
 

@@ -43,7 +43,7 @@ def run_drive_command(
             stop = asyncio.Event()
             if options.forever:
                 for number in (signal.SIGTERM, signal.SIGINT):
-                    asyncio.get_running_loop().add_signal_handler(number, stop.set)
+                    asyncio.get_running_loop().add_signal_handler(number, _stop, stop)
             return await drive(workload, measured, config, options, progress=show, beside=observer.beside, stop=stop)
 
         result = asyncio.run(serve())
@@ -58,8 +58,17 @@ def run_drive_command(
         **_values(result, config.block_size_factor),
     }
     report("kvoffload run", values, as_json=args.json)
-    failed = result.corrupt_blocks or result.failures or any(result.leaked.values())
+    if observer.failure is not None:
+        print(f"the metrics were not written: {observer.failure}", file=sys.stderr)
+    failed = observer.failure or result.corrupt_blocks or result.failures or any(result.leaked.values())
     return 1 if failed else 0
+
+
+def _stop(stop: asyncio.Event) -> None:
+    """Begin no further request; a second signal ends the run at once, as it does without `--forever`."""
+    stop.set()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().remove_signal_handler(number)
 
 
 @contextmanager
@@ -97,7 +106,7 @@ def _values(result: DriveResult, factor: int) -> dict[str, object]:
         "requested_blocks": result.requested_blocks,
         "gpu_hit_blocks": result.gpu_hit_blocks,
         "loaded_blocks": result.loaded_blocks,
-        "prefix_hit_ratio": result.loaded_blocks / result.requested_blocks,
+        "prefix_hit_ratio": result.loaded_blocks / max(1, result.requested_blocks),
         "stored_blocks": result.stored_blocks,
         "evicted_blocks": stats.manager.evicted * factor,
         "filtered_blocks": result.filtered_blocks,

@@ -33,7 +33,7 @@ def run_dry_command(args: argparse.Namespace, workload: Workload, measured: Work
         "requested_blocks": result.requested_blocks,
         "gpu_hit_blocks": result.gpu_hit_blocks,
         "prefix_hit_blocks": result.prefix_hit_blocks,
-        "prefix_hit_ratio": result.prefix_hit_blocks / result.requested_blocks,
+        "prefix_hit_ratio": result.prefix_hit_blocks / max(1, result.requested_blocks),
         "stored_blocks": stats.stored * factor,
         "evicted_blocks": stats.evicted * factor,
         "filtered_blocks": stats.filtered * factor,

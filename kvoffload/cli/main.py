@@ -12,6 +12,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import kvoffload
 from kvoffload.errors import ConfigError, KVOffloadError, TraceError
@@ -61,6 +62,9 @@ def add_commands(parser: argparse.ArgumentParser, table: Mapping[str, tuple[str,
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # started with the descriptor closed: printing would go to the other stream
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - open as long as the process
     parser = argparse.ArgumentParser(
         prog="kvoffload",
         description="Moves an LLM engine's KV-cache blocks to host memory and back.",
@@ -70,20 +74,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"kvoffload {kvoffload.__version__}")
     add_commands(parser, COMMANDS)
     try:
-        args = parser.parse_args(argv)
-        return int(args.run_command(args))
+        return _run(parser.parse_args(argv))
     except (ConfigError, TraceError) as error:
         return _complain(parser, error, USAGE)
     except KVOffloadError as error:
         return _complain(parser, error, FAILED)
     except BrokenPipeError:  # the reader of a pipe went away: nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return FAILED
+    except (OSError, MemoryError) as error:
+        _drop_output()
+        return _complain(parser, error if str(error) else "not enough memory", FAILED)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
-def _complain(parser: argparse.ArgumentParser, error: Exception, code: int) -> int:
+def _run(args: argparse.Namespace) -> int:
+    code = int(args.run_command(args))
+    sys.stdout.flush()  # here, where a full disk or a closed pipe can still be told
+    return code
+
+
+def _drop_output() -> None:
+    """What cannot be written to standard output now could not be written at exit either."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _complain(parser: argparse.ArgumentParser, error: Exception | str, code: int) -> int:
     print(f"{parser.prog}: {error}", file=sys.stderr)
     return code

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from kvoffload.cli.metrics_server import MetricsServer
+from kvoffload.errors import ConfigError
 from kvoffload.service.service import OffloadService
 from kvoffload.service.waiting import in_thread
 
@@ -17,11 +18,23 @@ class Observer:
     Args:
         server: Serves `/metrics`; None: nothing is served.
         dump: File for the metrics at the end, in Prometheus's text format; None: none.
+
+    Attributes:
+        failure: Why the metrics could not be written.
+
+    Raises:
+        ConfigError: The file cannot be written.
     """
 
     def __init__(self, server: MetricsServer | None, dump: Path | None) -> None:
         self._server = server
         self._dump = dump
+        self.failure: OSError | None = None
+        if dump is not None:
+            try:
+                dump.open("ab").close()
+            except OSError as error:
+                raise ConfigError(f"cannot write {dump}: {error.strerror or error}") from None
 
     @asynccontextmanager
     async def beside(self, service: OffloadService) -> AsyncIterator[None]:
@@ -35,4 +48,7 @@ class Observer:
                 self._server.show(service.metrics)
         if self._dump is not None:
             dump = self._dump
-            await in_thread(lambda: dump.write_bytes(service.metrics.render()[0]), "kvoffload-dump")
+            try:
+                await in_thread(lambda: dump.write_bytes(service.metrics.render()[0]), "kvoffload-dump")
+            except OSError as error:
+                self.failure = error

@@ -83,6 +83,9 @@ def run(args: argparse.Namespace) -> int:
             "such a request is stored in part or not at all",
             file=sys.stderr,
         )
+    if 0 < args.gpu_blocks < measured.largest_request:
+        print(f"note: --gpu-blocks is raised to the longest prompt's {measured.largest_request}", file=sys.stderr)
+        args.gpu_blocks = measured.largest_request
     if args.dry:
         if args.forever or args.http or args.metrics_dump or args.workers or args.events:
             raise ConfigError(

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from kvoffload.errors import ConfigError
 
+MOST = 10**12
+"""The largest count that an option takes: beyond it is a slip of the finger, not a machine."""
+
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
@@ -29,7 +32,7 @@ def capacity(text: str) -> Capacity:
         value = float(number) if percent else int(number)
     except ValueError:
         value = -1
-    if value <= 0 or value == float("inf"):
+    if not 0 < value <= MOST:
         raise argparse.ArgumentTypeError(
             f"must be a positive number of blocks, or a percentage such as 5%; got {text!r}"
         )
@@ -74,7 +77,7 @@ def _at_least(text: str, least: int) -> int:
         value = int(text)
     except ValueError:
         value = least - 1
-    if value < least:
+    if not least <= value <= MOST:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}; got {text!r}")
     return value
 

@@ -20,10 +20,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.errors import NoSpaceError
 from kvoffload.keys import OffloadKey
 
 Ids = npt.NDArray[np.int64]
 SHARD_KEYS = 16_384
+MAX_SHARD_BITS = 16
+
+STATE_BYTES = 8 + 4 + 1 + 8 + 1 + 1
+"""Bytes of all columns for one block."""
 
 ABSENT = 0
 """`stamp` of a block that is in no order; a column of zeros costs nothing until it is used."""
@@ -44,6 +49,9 @@ class BlockTable:
         parked: Column, of the policy: out of its log because it could not be evicted.
         num_parked: How many are.
         part: Column, of the policy: which of its lists.
+
+    Raises:
+        NoSpaceError: The columns do not fit into memory.
     """
 
     __slots__ = (
@@ -52,19 +60,23 @@ class BlockTable:
     )  # fmt: skip
 
     def __init__(self, num_blocks: int) -> None:
-        bits = (num_blocks // SHARD_KEYS).bit_length()
+        bits = min((num_blocks // SHARD_KEYS).bit_length(), MAX_SHARD_BITS)
         self.shards: tuple[dict[OffloadKey, int], ...] = tuple({} for _ in range(1 << bits))
         self.getters = tuple(shard.get for shard in self.shards)
         self.shift = sys.hash_info.width - bits
         self.writing: dict[OffloadKey, int] = {}
         self.num_blocks = num_blocks
         self.num_parked = 0
-        self.keys: npt.NDArray[np.object_] = np.empty(num_blocks, object)
-        self.refs: npt.NDArray[np.int32] = np.zeros(num_blocks, np.int32)
-        self.used: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
-        self.stamp: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
-        self.parked: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
-        self.part: npt.NDArray[np.uint8] = np.zeros(num_blocks, np.uint8)
+        try:
+            self.keys: npt.NDArray[np.object_] = np.empty(num_blocks, object)
+            self.refs: npt.NDArray[np.int32] = np.zeros(num_blocks, np.int32)
+            self.used: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
+            self.stamp: npt.NDArray[np.int64] = np.zeros(num_blocks, np.int64)
+            self.parked: npt.NDArray[np.bool_] = np.zeros(num_blocks, np.bool_)
+            self.part: npt.NDArray[np.uint8] = np.zeros(num_blocks, np.uint8)
+        except (MemoryError, ValueError, OverflowError) as error:  # the last two from numpy, past what it can index
+            message = f"the state of {num_blocks} blocks of host memory does not fit into memory: ask for fewer"
+            raise NoSpaceError(message, requested_bytes=num_blocks * STATE_BYTES, available_bytes=0) from error
 
     def grow(self, num_blocks: int) -> None:
         """Add rows (for policies that are used without a manager)."""

@@ -35,8 +35,9 @@ class GpuPrefixCache:
     def __init__(self, num_blocks: int, *, reuse: bool) -> None:
         self.num_blocks = num_blocks
         self.reuse = reuse
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._users = [0] * num_blocks
+        self._free: list[int] = []
+        self._fresh = 0  # blocks from here on were never used
+        self._users: dict[int, int] = {}
         self._content: dict[int, bytes] = {}
         self._by_content: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -44,7 +45,11 @@ class GpuPrefixCache:
     @property
     def in_use(self) -> int:
         """Blocks that a request holds."""
-        return self.num_blocks - len(self._free) - len(self._idle)
+        return self._fresh - len(self._free) - len(self._idle)
+
+    @property
+    def _num_free(self) -> int:
+        return self.num_blocks - self._fresh + len(self._free)
 
     def acquire(self, contents: Sequence[bytes]) -> GpuTable | None:
         """Give one block per content, sharing the longest prefix that is held; None, changing nothing, without room."""
@@ -55,7 +60,7 @@ class GpuPrefixCache:
                 break
             cached.append(block)
         idle_hits = sum(block in self._idle for block in cached)
-        if len(contents) - len(cached) > len(self._free) + len(self._idle) - idle_hits:
+        if len(contents) - len(cached) > self._num_free + len(self._idle) - idle_hits:
             return None
         for block in cached:
             self._users[block] += 1
@@ -66,6 +71,9 @@ class GpuPrefixCache:
     def _take(self) -> int:
         if self._free:
             block = self._free.pop()
+        elif self._fresh < self.num_blocks:
+            block = self._fresh
+            self._fresh += 1
         else:
             block, _ = self._idle.popitem(last=False)
             del self._by_content[self._content.pop(block)]

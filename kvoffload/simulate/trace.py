@@ -9,6 +9,8 @@ Files are streamed: a line is gone when the next one is read.
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +99,8 @@ class TraceReader(Iterable[TraceRequest]):
         except OSError as error:
             raise TraceError(f"{self.path}: {error.strerror or error}") from None
         with file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise TraceError(f"{self.path}: not a regular file: a trace is read more than once, a pipe cannot be")
             for number, text in enumerate(_lines(file, self.path), start=1):
                 if text.isspace():
                     continue

@@ -96,14 +96,16 @@ class Workload(Iterable[WorkloadRequest]):
             requested += len(ids)
             largest = max(largest, len(ids))
             unique[source].update(ids)
-        if not requests:
-            raise TraceError(f"{self.name}: no requests")
+        bad = sum(reader.bad_lines for reader in self._readers)
+        if not requested:
+            what = "no requests" if not requests else "no prompt has a block"
+            skipped = f"; skipped {bad} line(s), the first: {self.first_error()}" if bad else ""
+            raise TraceError(f"{self.name}: {what}{skipped}")
         sizes = {reader.block_tokens for reader in self._readers}
         if len(sizes) > 1:
             raise ConfigError(f"traces of one run must have blocks of one size, got {sorted(sizes)} tokens")
         if sizes:
             self.block_tokens = sizes.pop()
-        bad = sum(reader.bad_lines for reader in self._readers)
         return WorkloadSize(requests, requested, sum(map(len, unique)), largest, bad)
 
     def first_error(self) -> str | None:

@@ -61,6 +61,66 @@ def test_capacity_below_one_request_works_and_says_so(tmp_path, capsys):
     assert json.loads(captured.out)["stored_blocks"] > 0
 
 
+def test_a_skipped_file_without_a_good_line_says_what_was_wrong(tmp_path, capsys):
+    path = tmp_path / "t.jsonl"
+    path.write_text("oops\n")
+    assert main(["run", str(path), "--skip-bad-lines"]) == 2
+    assert f"no requests; skipped 1 line(s), the first: {path}:1: not JSON" in capsys.readouterr().err
+
+
+def test_prompts_without_blocks_are_refused(tmp_path, capsys):
+    path = tmp_path / "t.jsonl"
+    path.write_text(LINE.replace("[1, 2]", "[]"))
+    assert main(["run", str(path), "--dry", "--capacity", "10"]) == 2
+    assert "no prompt has a block" in capsys.readouterr().err
+
+
+def test_a_trace_that_can_be_read_only_once_is_refused(capsys):
+    with socket.socket() as pipe:
+        assert main(["run", f"/proc/self/fd/{pipe.fileno()}", "--dry"]) == 2
+    assert "No such device" in capsys.readouterr().err
+    assert main(["run", "/dev/null", "--dry"]) == 2
+    assert "not a regular file" in capsys.readouterr().err
+
+
+def test_sizes_beyond_any_machine_are_one_clear_line(capsys):
+    assert main(["run", "--dry", "--requests", "5", "--cpu-bytes", "9" * 30, "--block-bytes", "8"]) == 1
+    err = capsys.readouterr().err
+    assert "does not fit into memory" in err
+    assert main(["run", "--dry", "--requests", "5", "--gpu-blocks", "1000000000000"]) == 0
+
+
+def test_a_gpu_pool_below_the_longest_prompt_is_raised_to_it(capsys):
+    assert main(["run", "--dry", "--requests", "5", "--gpu-blocks", "1", "--capacity", "100"]) == 0
+    assert "--gpu-blocks is raised" in capsys.readouterr().err
+
+
+def test_a_metrics_file_that_cannot_be_written_is_refused_before_the_run(tmp_path, capsys):
+    assert main(["run", "--requests", "5", "--metrics-dump", str(tmp_path)]) == 2
+    assert f"cannot write {tmp_path}: Is a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output", [[], ["--json"]])
+def test_a_full_disk_under_standard_output_is_one_clear_line(output):
+    command = [sys.executable, "-c", "import sys; from kvoffload.cli.main import main; sys.exit(main())"]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [*command, "run", "--dry", "--requests", "5", "--capacity", "500", *output],
+            check=False, stdout=full, stderr=subprocess.PIPE, cwd=ROOT, text=True,
+        )  # fmt: skip
+    assert ended.returncode == 1
+    assert ended.stderr == "kvoffload: [Errno 28] No space left on device\n"
+
+
+def test_without_standard_error_the_output_is_still_one_object():
+    code = "import sys; sys.stderr = None; from kvoffload.cli.main import main; sys.exit(main())"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "run", "--dry", "--requests", "5", "--capacity", "1", "--json"],
+        stdout=subprocess.PIPE, cwd=ROOT, text=True, check=True,
+    )  # fmt: skip
+    assert json.loads(ended.stdout)["requests"] == 5
+
+
 def test_memory_below_one_block_is_refused_with_both_numbers(capsys):
     assert main(["run", "--dry", "--cpu-bytes", "1KiB", "--block-bytes", "4KiB"]) == 2
     assert "block of 4096 bytes; got 1024" in capsys.readouterr().err
@@ -72,6 +132,10 @@ def test_memory_below_one_block_is_refused_with_both_numbers(capsys):
         ["--capacity", "0"],
         ["--capacity", "-5%"],
         ["--capacity", "x"],
+        ["--capacity", "nan%"],
+        ["--capacity", "1e308%"],
+        ["--capacity", "9" * 23],
+        ["--requests", "9" * 20],
         ["--cpu-bytes", "ten"],
         ["--cpu-bytes", "1GiB", "--capacity", "5%"],
         ["--store-step", "0"],
