@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from kvoffload.service.waiting import Resolver, Wait, wait_within
+from kvoffload.service.waiting import Resolver, Wait
 
 
 class RoomLine:
@@ -57,7 +57,7 @@ class RoomLine:
         interrupts.add(future)
         turn = False
         try:
-            turn = await wait_within(self._resolver.loop, future, seconds)
+            turn = await self._resolver.wait(future, seconds)
             return turn
         finally:
             interrupts.discard(future)

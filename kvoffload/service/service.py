@@ -26,7 +26,7 @@ from kvoffload.service.ownership import Free
 from kvoffload.service.request import OffloadRequest
 from kvoffload.service.results import BlockReport, Health, Stats
 from kvoffload.service.room import RoomLine
-from kvoffload.service.waiting import Resolver, Wait, give_up, in_thread, wait_released
+from kvoffload.service.waiting import Resolver, in_thread, wait_released
 from kvoffload.spec.base import OffloadingSpec
 
 if TYPE_CHECKING:
@@ -65,7 +65,6 @@ class OffloadService:
         self.engine = OffloadEngine(
             config, kv_caches, workers=workers, spec=spec, events=events, metrics=metrics, clock=clock
         )
-        self.release_waits: set[Wait] = set()
         self._open: dict[str, OffloadRequest] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -126,8 +125,7 @@ class OffloadService:
 
     def _detach(self) -> None:
         """The engine is closed: stop listening, and end the waits for copies that still run."""
-        for future in list(self.release_waits):
-            give_up(future)
+        self.resolver.close()
         fd = self.engine.fileno()
         if fd >= 0 and not self.loop.is_closed():
             self.loop.remove_reader(fd)

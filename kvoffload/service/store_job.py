@@ -60,8 +60,7 @@ class StoreJob:
             QuarantinedError: The service was closed while the copy still ran: the blocks must never be reused.
         """
         job = self._job
-        service = self._service
-        await wait_for_job(service.resolver, job, job.ended, None, service.release_waits)
+        await wait_for_job(self._service.resolver, job, job.ended, None)
         if not job.released:
             raise QuarantinedError(
                 f"the service was closed while job {job.id} still read its blocks", gpu_blocks=job.gpu_blocks

@@ -432,6 +432,9 @@ async def test_engine_that_was_closed_and_forgotten_is_collected():
         return weakref.ref(service.engine)
 
     forgotten = await live()
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvoffload"):
+            thread.join(5.0)
     await asyncio.sleep(0)
     gc.collect()
     assert forgotten() is None
