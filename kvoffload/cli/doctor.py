@@ -1,10 +1,11 @@
-"""Check this machine: memory, cgroup, /dev/shm, memlock, kernel, GPU driver, ports, and what dead processes left.
+"""Check what kvoffload needs of this machine, and say what to do about each thing that is missing.
 
-With CONFIG the checks are against what it asks for. The exit code is 1 when there is a problem.
+Looks at memory, the cgroup, /dev/shm, the limit of locked memory, kernel features, the GPU and its driver, leftovers of
+dead processes, and the ports of the events feed. The exit code is 1 when something would fail.
 
 Examples:
   kvoffload doctor
-  kvoffload doctor kvoffload.toml --json
+  kvoffload doctor offload.toml --json
   kvoffload doctor --clean
 """
 
@@ -15,39 +16,44 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from kvoffload.cli.machine import Finding, examine
+from kvoffload.cli.machine_checks import FAILURE, NOTE, WARNING, Finding, Machine, check_all
+from kvoffload.cli.main import FAILED, OK
 from kvoffload.cli.report import print_json
 from kvoffload.config import OffloadConfig
 
-_STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
+_MARKS = {FAILURE: "[red]✗", WARNING: "[yellow]![/]", NOTE: "·"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="configuration file (.toml or .json)")
-    parser.add_argument("--clean", action="store_true", help="remove files in /dev/shm that dead processes left")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    add = parser.add_argument
+    add("config", nargs="?", type=Path, metavar="CONFIG", help="check for this configuration (.toml or .json)")
+    add("--clean", action="store_true", help="remove shared memory of dead processes; what is in use is left alone")
+    add("--json", action="store_true", help="one JSON object on standard output")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look at everything and report."""
+    """Check and report."""
     config = OffloadConfig.load(args.config) if args.config is not None else None
-    findings = list(examine(config, clean=args.clean))
-    problems = sum(finding.state == "problem" for finding in findings)
+    findings = list(check_all(Machine(), config, clean=args.clean))
+    failed = any(finding.status == FAILURE for finding in findings)
     if args.json:
-        print_json({"problems": problems, "findings": [asdict(finding) for finding in findings]})
+        print_json({"ok": not failed, "checks": [asdict(finding) for finding in findings]})
     else:
         _print(findings)
-    return 1 if problems else 0
+    return FAILED if failed else OK
 
 
 def _print(findings: Sequence[Finding]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(show_header=False, box=None, pad_edge=False)
+    table = Table(title="kvoffload doctor", title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column()
+    table.add_column(style="bold")
+    table.add_column()
     for finding in findings:
-        state = f"[{_STYLES[finding.state]}]{finding.state}[/]"
-        remedy = f"\n[dim]{finding.remedy}[/]" if finding.remedy else ""
-        table.add_row(state, f"[bold]{finding.name}[/]", finding.found + remedy)
+        table.add_row(_MARKS.get(finding.status, "[green]✓"), finding.name, finding.found)
+        if finding.advice:
+            table.add_row("", "", f"[dim]→ {finding.advice}")
     Console().print(table)

@@ -1,96 +1,167 @@
-"""`kvoffload doctor`: this machine, and machines that lack something."""
+"""`kvoffload doctor`: what it finds on machines that lack something, and what it advises."""
 
+import errno
+import fcntl
+import importlib.metadata
 import json
+import os
+import resource
 import socket
 
 import pytest
+from fakes.cuda import FakeCuda
 
-from kvoffload.cli.machine import examine
+import kvoffload as kv
+from kvoffload.cli import machine_checks
+from kvoffload.cli.machine_checks import FAILURE, FEATURES, NOTE, OK, WARNING, Machine, check_all, feed_ports
 from kvoffload.cli.main import main
-from kvoffload.config import EventsConfig, OffloadConfig
+from kvoffload.config import EventsConfig
 from kvoffload.memory.preflight import SystemPaths
+from kvoffload.transfer.cuda_driver import CudaDriver
 
 
 @pytest.fixture
 def system(tmp_path):
-    (tmp_path / "meminfo").write_text("MemAvailable:    1048576 kB\n")
+    (tmp_path / "meminfo").write_text("MemAvailable: 1048576 kB\n")
     (tmp_path / "cgroup").write_text("0::/\n")
-    (tmp_path / "root").mkdir()
     (tmp_path / "shm").mkdir()
-    return SystemPaths(tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "root", tmp_path / "shm")
+    return SystemPaths(tmp_path / "meminfo", tmp_path / "cgroup", tmp_path / "no-cgroups", tmp_path / "shm")
 
 
-def free_endpoint():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+def no_driver():
+    raise kv.errors.UnsupportedError("no CUDA driver on this machine")
 
 
-def found(system, config=None, **options):
-    return {finding.name: finding for finding in examine(config, system=system, **options)}
+def no_package(name):
+    raise importlib.metadata.PackageNotFoundError(name)
 
 
-def config(**changes):
-    return OffloadConfig(**{"cpu_bytes_to_use": "64MiB", "gpu_block_size": 16, **changes})
+def found(system, config=None, *, clean=False, **changes):
+    changes = {"load_driver": no_driver, "version_of": lambda _: "2.13.0", "features": (), **changes}
+    return {finding.name: finding for finding in check_all(Machine(system, **changes), config, clean=clean)}
 
 
-def test_every_note_and_problem_says_what_to_do(system):
-    for finding in found(system, config(cpu_bytes_to_use="8GiB")).values():
-        assert finding.found
-        assert (finding.state == "ok") == (not finding.remedy)
+def test_memory_is_compared_with_what_the_configuration_wants(system):
+    small = kv.OffloadConfig(cpu_bytes_to_use="512MiB", gpu_block_size=16)
+    large = kv.OffloadConfig(cpu_bytes_to_use="2GiB", gpu_block_size=16)
+    assert found(system)["memory"].status == found(system, small)["memory"].status == OK
+    finding = found(system, large)["memory"]
+    assert (finding.status, finding.found) == (FAILURE, "1.0 GiB available, 2.0 GiB wanted")
+    assert "cpu_bytes_to_use" in finding.advice
 
 
-def test_memory_below_the_configuration_is_a_problem(system):
-    assert found(system, config())["memory"].state == "ok"
-    finding = found(system, config(cpu_bytes_to_use="8GiB"))["memory"]
-    assert (finding.state, finding.found) == ("problem", "1.0 GiB available, cpu_bytes_to_use is 8.0 GiB")
+def test_the_tightest_cgroup_counts(system):
+    system.cgroup_root.mkdir()
+    for name, value in (("memory.max", 1 << 30), ("memory.current", 1 << 29), ("memory.stat", "")):
+        (system.cgroup_root / name).write_text(f"{value}\n")
+    config = kv.OffloadConfig(cpu_bytes_to_use="600MiB", gpu_block_size=16)
+    finding = found(system, config)["cgroup memory"]
+    assert finding.status == FAILURE
+    assert finding.found == "512.0 MiB available, 600.0 MiB wanted"
+    assert "container's memory limit" in finding.advice
 
 
-def test_the_cgroups_limit_counts(system):
-    (system.cgroup_root / "memory.max").write_text("100000000\n")
-    (system.cgroup_root / "memory.current").write_text("90000000\n")
-    (system.cgroup_root / "memory.stat").write_text("inactive_file 0\n")
-    assert found(system, config())["cgroup memory"].state == "problem"
-
-
-def test_a_missing_shm_is_a_problem(system):
+def test_shared_memory_that_is_small_or_missing_is_a_warning(system, monkeypatch):
+    monkeypatch.setattr("kvoffload.memory.preflight.shm_available_bytes", lambda _: 64 << 20)
+    finding = found(system)["shared memory"]
+    assert (finding.status, "64.0 MiB free" in finding.found, "--shm-size" in finding.advice) == (WARNING, True, True)
+    monkeypatch.undo()
     system.shm.rmdir()
-    assert found(system)[str(system.shm)].state == "problem"
+    assert found(system)["shared memory"].status == WARNING
 
 
-def test_leftovers_of_dead_processes_are_found_and_removed_on_request(system):
-    left = system.shm / "kvoffload_dead.mmap"
-    left.write_bytes(b"x" * 2048)
+@pytest.mark.parametrize(("limit", "status"), [(8 << 20, NOTE), (resource.RLIM_INFINITY, OK)])
+def test_locked_memory(system, limit, status):
+    finding = found(system, memlock=lambda: limit)["locked memory"]
+    assert finding.status == status
+    assert ("ulimit -l" in finding.advice) == (status == NOTE)
+
+
+def test_missing_kernel_features_say_what_for(system):
+    def missing(_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    finding = found(system, features=[("pidfd_open", missing, "ranks cannot be watched")])["pidfd_open"]
+    assert (finding.status, finding.found, finding.advice) == (
+        WARNING,
+        "missing (ENOSYS)",
+        "ranks cannot be watched",
+    )
+
+
+def test_every_feature_is_there_on_the_kernels_we_test_on(system):
+    findings = found(SystemPaths(), features=FEATURES)
+    assert {findings[name].status for name, _, _ in FEATURES} == {OK}
+
+
+@pytest.mark.parametrize(("version", "status"), [(12080, OK), (12040, WARNING)])
+def test_driver_and_batched_copies(system, version, status):
+    findings = found(system, load_driver=lambda: CudaDriver(FakeCuda(version=version)))
+    assert findings["cuda driver"].found == f"CUDA 12.{version // 10 % 100}"
+    assert findings["batched copies"].status == status
+    assert findings["gpus"].status == OK
+
+
+def test_machine_without_a_driver_or_torch_is_fine(system):
+    findings = found(system, version_of=no_package)
+    assert findings["cuda driver"].status == findings["torch"].status == NOTE
+    assert "install torch" in findings["torch"].advice
+
+
+def test_leftovers_are_named_and_removed_when_asked_and_files_in_use_stay(system):
+    dead, used = system.shm / "kvoffload_dead.mmap", system.shm / "kvoffload_used.mmap"
+    for path in (dead, used):
+        path.write_bytes(b"x" * 2048)
+    fd = os.open(used, os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_SH)
     finding = found(system)["leftovers"]
-    assert (finding.state, finding.found) == ("problem", "kvoffload_dead.mmap (2.0 KiB)")
-    assert left.exists()
-    assert found(system, clean=True)["leftovers"].found.startswith("removed")
-    assert not left.exists()
+    assert (finding.status, finding.found) == (WARNING, "1 files of dead processes, 2.0 KiB")
+    assert "--clean" in finding.advice
+    assert found(system, clean=True)["leftovers"].status == OK
+    assert [path.name for path in system.shm.iterdir()] == [used.name]
+    os.close(fd)
 
 
-def test_a_taken_port_is_a_problem_and_port_0_is_not_looked_at(system):
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        taken = f"tcp://127.0.0.1:{holder.getsockname()[1]}"
-        findings = list(examine(config(events=EventsConfig(endpoint=taken, replay_endpoint=None)), system=system))
-    assert [finding.state for finding in findings if finding.name == "events feed"] == ["problem"]
-    free = EventsConfig(endpoint=free_endpoint(), replay_endpoint=None)
-    assert found(system, config(events=free))["events feed"].state == "ok"
-    assert "switched off" in found(system, config())["events feed"].found
+@pytest.mark.parametrize(("wanted", "status"), [(True, FAILURE), (False, WARNING)])
+def test_ports_in_use_are_named(wanted, status):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        events = EventsConfig(endpoint=f"tcp://127.0.0.1:{port}", replay_endpoint=None)
+        (finding,) = feed_ports(events, wanted=wanted)
+    assert (finding.name, finding.status) == (f"feed port {port}", status)
+    assert "events.endpoint" in finding.advice
+    (finding,) = feed_ports(events, wanted=wanted)
+    assert finding.status == OK
 
 
-def test_json_and_exit_code_agree(tmp_path, capsys):
-    path = tmp_path / "c.json"
-    path.write_text(json.dumps({"cpu_bytes_to_use": str(1 << 50), "gpu_block_size": 16}))
+def test_feeds_that_bind_no_port_are_not_tried():
+    connecting = EventsConfig(endpoint="tcp://10.0.0.1:5557", replay_endpoint=None, bind=False)
+    local = EventsConfig(endpoint="ipc:///run/kv", replay_endpoint="inproc://x")
+    assert [*feed_ports(connecting, wanted=True), *feed_ports(local, wanted=True), *feed_ports(None, wanted=True)] == []
+
+
+def test_json_and_exit_code(system, tmp_path, monkeypatch, capsys):
+    machine = Machine(system, load_driver=no_driver, features=())
+    monkeypatch.setattr("kvoffload.cli.doctor.Machine", lambda: machine)
+    path = tmp_path / "offload.toml"
+    path.write_text('cpu_bytes_to_use = "4GiB"\ngpu_block_size = 16\n')
     assert main(["doctor", str(path), "--json"]) == 1
-    values = json.loads(capsys.readouterr().out)
-    assert values["problems"] >= 1
-    assert {finding["state"] for finding in values["findings"]} <= {"ok", "note", "problem"}
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is False
+    assert {"name": "leftovers", "status": "ok", "found": "none", "advice": ""} in report["checks"]
+    path.write_text('cpu_bytes_to_use = "4MiB"\ngpu_block_size = 16\n')
+    assert main(["doctor", str(path)]) == 0
+    assert "1.0 GiB available" in capsys.readouterr().out
 
 
-def test_the_table_names_this_machine(tmp_path, capsys):
-    path = tmp_path / "c.json"
-    path.write_text(json.dumps({"cpu_bytes_to_use": "1MiB", "gpu_block_size": 16}))
-    main(["doctor", str(path)])
-    assert "/dev/shm" in capsys.readouterr().out
+def test_a_configuration_that_cannot_be_read_is_exit_code_2(capsys):
+    assert main(["doctor", "missing.toml"]) == 2
+    assert "missing.toml" in capsys.readouterr().err
+
+
+def test_statuses_are_words():
+    assert {machine_checks.OK, machine_checks.NOTE, machine_checks.WARNING, machine_checks.FAILURE} == {
+        "ok", "note", "warning", "failure",
+    }  # fmt: skip
