@@ -82,7 +82,8 @@ class OffloadService:
         loop = self._loop = asyncio.get_running_loop()
         self.resolver = Resolver(loop)
         self.room = RoomLine(self.resolver)
-        await in_thread(self.engine.start, "kvoffload-start", lambda _: self._undo_start())
+        # A process that gives up must not wait until 100 GiB, which nobody wants any more, are allocated.
+        await in_thread(self.engine.start, "kvoffload-start", lambda _: self._undo_start(), daemon=True)
         self.engine.adopt()
         loop.add_reader(self.engine.fileno(), self._on_readable)
         self.engine.telemetry.add(lambda: {"waiting_loads": {"": len(self.room)}})

@@ -165,11 +165,13 @@ def give_up(future: Wait) -> None:
         future.set_result(False)
 
 
-async def in_thread(function: Callable[[], T], name: str, undo: Callable[[T], None] | None = None) -> T:
+async def in_thread(
+    function: Callable[[], T], name: str, undo: Callable[[T], None] | None = None, *, daemon: bool = False
+) -> T:
     """Run a blocking function in a thread of its own and wait for it.
 
     When the wait is cancelled, or the loop ends, the function runs on to its end, and then `undo` runs on its result,
-    off the loop.
+    off the loop. The process waits for it at its end, except with `daemon`: for what the kernel undoes all the same.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -210,13 +212,13 @@ async def in_thread(function: Callable[[], T], name: str, undo: Callable[[T], No
             for result in results:
                 undo(result)
 
-    threading.Thread(target=run, name=name).start()
+    threading.Thread(target=run, name=name, daemon=daemon).start()
     try:
         result = await future
     except BaseException:  # cancelled, or the loop was dropped; an error of `function` leaves nothing to undo
         abandoned = True
         if unclaimed:
-            threading.Thread(target=take_back, name=name).start()
+            threading.Thread(target=take_back, name=name, daemon=daemon).start()
         raise
     unclaimed.clear()
     return result

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 
 import pytest
 from service.harness import BLOCK, Rig, check_books, tokens
@@ -263,3 +265,22 @@ async def test_lease_pins_the_prefix_and_loads_from_it():
             await service.reset_cache()
             assert (await lease.load(kv.GPULoadStoreSpec([11], [1], [1]))).reason == "reset"
     check_books(rig.spec.cpu_manager, idle=True)
+
+
+def test_a_process_that_gives_up_while_memory_is_allocated_ends_at_once():
+    code = """
+import asyncio, threading
+import numpy as np
+from kvoffload import CanonicalKVCaches, OffloadConfig, OffloadEngine, OffloadService
+
+OffloadEngine.start = lambda engine: threading.Event().wait()  # an allocation that takes for ever
+
+async def main():
+    caches = CanonicalKVCaches.from_layers({"layer": np.zeros((4, 8), np.int8)}, block_dim=0)
+    service = OffloadService(OffloadConfig(cpu_bytes_to_use=64, gpu_block_size=16), caches)
+    await asyncio.wait_for(service.__aenter__(), 0.1)
+
+asyncio.run(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stderr.endswith("TimeoutError\n")
