@@ -88,6 +88,7 @@ class CPUOffloadingManager(OffloadingManager):
         num_blocks: Offloaded blocks in host memory; with 0 everything misses and every store is refused.
         cache_policy: A registered name, `"module.path:ClassName"`, or a `CachePolicy` class.
         enable_events: Keep an outbox for `take_events`; without it nothing is recorded.
+        block_tokens: Tokens in a block, for policies that judge by size.
 
     Raises:
         UsageError: `num_blocks` is negative.
@@ -95,7 +96,12 @@ class CPUOffloadingManager(OffloadingManager):
     """
 
     def __init__(
-        self, num_blocks: int, cache_policy: str | type[CachePolicy] = "lru", enable_events: bool = False
+        self,
+        num_blocks: int,
+        cache_policy: str | type[CachePolicy] = "lru",
+        enable_events: bool = False,
+        *,
+        block_tokens: int | None = None,
     ) -> None:
         self.medium = CPULoadStoreSpec.medium()
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
@@ -103,6 +109,8 @@ class CPUOffloadingManager(OffloadingManager):
         self._table = BlockTable(num_blocks)
         policy_cls = load_policy(cache_policy) if isinstance(cache_policy, str) else cache_policy
         self._policy = policy_cls(cache_capacity=num_blocks)
+        if block_tokens is not None:
+            self._policy.set_block_tokens(block_tokens)
         self._order = order_of(self._policy, self._table)
         self._admits_all = policy_cls.admit is CachePolicy.admit
         self._reservations: dict[int, _Reservation] = {}

@@ -175,7 +175,7 @@ def _run_belady(trace: SimulatedTrace, capacity: int, first: int) -> _Counts:
 def _run_manager(
     trace: SimulatedTrace, policy: str, capacity: int, hint: HintModel | None, first: int, step: int
 ) -> _Counts:
-    manager, counts = CPUOffloadingManager(capacity, policy), _Counts()
+    manager, counts = CPUOffloadingManager(capacity, policy, block_tokens=trace.block_tokens), _Counts()
     hints = hint.draw(trace.requests, trace.seed) if hint is not None else [Hint()] * len(trace.requests)
     before = manager.stats()
     for number, (request, said) in enumerate(zip(trace.requests, hints, strict=True)):

@@ -57,6 +57,7 @@ class CPUOffloadingSpec(OffloadingSpec):
                 num_blocks=self.num_blocks,
                 cache_policy=config.eviction_policy,
                 enable_events=True,  # the service learns of removals from them, also where no feed is published
+                block_tokens=config.block_size,
             )
             if config.store_threshold >= 2:
                 manager = FilterReusedOffloadingManager(

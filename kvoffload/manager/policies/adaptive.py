@@ -44,7 +44,7 @@ from kvoffload.manager.policies.adaptive_tree import RadixTree
 from kvoffload.manager.policies.indexed import IndexedPolicy, PartView
 
 REFERENCE_BLOCK_TOKENS = 512
-"""The policy's constants are in blocks of this size."""
+"""The policy's constants are in blocks of this size; it is assumed until `set_block_tokens` is called."""
 
 _HELD = 1
 _NO_IDS: Ids = np.empty(0, np.int64)
@@ -58,14 +58,13 @@ class AdaptiveCachePolicy(IndexedPolicy):
 
     Args:
         cache_capacity: Blocks in the pool.
-        block_tokens: Tokens in one block.
 
     Attributes:
         blocks: Held keys with their status: a view.
     """
 
-    def __init__(self, cache_capacity: int, block_tokens: int = REFERENCE_BLOCK_TOKENS) -> None:
-        self._reuse = ReuseTable(block_tokens / REFERENCE_BLOCK_TOKENS)
+    def __init__(self, cache_capacity: int) -> None:
+        self._reuse = ReuseTable()
         max_ghosts = max(_MIN_GHOSTS, _GHOSTS_PER_BLOCK * cache_capacity)
         self._tree = RadixTree(self._reuse.get((FIRST_TURN, 0, 0, 0)), self._place, max_ghosts)
         self._eviction = EvictionOrder(self._tree, self._reuse)
@@ -156,6 +155,9 @@ class AdaptiveCachePolicy(IndexedPolicy):
             table.parked[ids] = False
 
     # ---- hooks
+
+    def set_block_tokens(self, tokens: int) -> None:
+        self._reuse.weight = tokens / REFERENCE_BLOCK_TOKENS
 
     def touch_request(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         self._begin(req_context, keys)

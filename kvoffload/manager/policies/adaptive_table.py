@@ -27,8 +27,12 @@ class ReuseTable:
     """All classes, the eviction order over them, and the clock that moves nodes from bin to bin.
 
     Args:
-        block_weight: Size of a block in units of 512 tokens: the constants are in these.
         rerank_requests: Within this many requests every class is reranked once (later if there are very many).
+
+    Attributes:
+        classes: By key.
+        now: The clock.
+        weight: Size of a block in units of 512 tokens: the constants are in these.
     """
 
     __slots__ = (
@@ -45,8 +49,8 @@ class ReuseTable:
         "weight",
     )
 
-    def __init__(self, block_weight: float = 1.0, rerank_requests: int = 50) -> None:
-        self.weight = block_weight
+    def __init__(self, rerank_requests: int = 50) -> None:
+        self.weight = 1.0
         self.now = 0.0
         self.classes: dict[ClassKey, ReuseClass] = {}
         self._margins: dict[tuple[int, int, int], Sums] = {}  # kind, level or -1, hint or -1

@@ -83,6 +83,9 @@ class CachePolicy(ABC):
 
     # Hooks: all are optional.
 
+    def set_block_tokens(self, tokens: int) -> None:
+        """A block holds so many tokens; told once, before anything is inserted, by managers that know it."""
+
     def touch_request(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:  # noqa: ARG002
         """A request begins, and these are its keys: `touch` for policies that tell requests apart."""
         self.touch(keys)
