@@ -10,7 +10,7 @@ set -euo pipefail
 dir=${1:?usage: .ci/vllm.sh DIRECTORY}
 torch_version=2.13.0
 vllm_version=0.32.0
-base=${KVOFFLOAD_BASE_PYTHON:-python3.11}
+base=${KVOFFLOAD_BASE_PYTHON:-python3}
 
 log() { echo "vllm.sh: $*" >&2; }
 
