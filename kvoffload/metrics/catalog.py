@@ -106,7 +106,7 @@ _LOADS = (
     counter(
         "loads",
         "Loads as requests felt them, by outcome.",
-        "failed and unhealthy cost a recompute; cancelled are clients that left.",
+        "partial is usual: prompts end in new tokens. failed, unhealthy cost a recompute; cancelled: clients left.",
         "outcome",
         ("loaded", "partial", "miss", "failed", "unhealthy", "cancelled"),
     ),

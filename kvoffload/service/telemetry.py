@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Protocol, runtime_checkable
 
 from kvoffload import __version__
@@ -61,6 +62,8 @@ class SnapshotDesk:
         self._ring()
         if ask.answered.wait(patience_seconds) and ask.snapshot is not None:
             return ask.snapshot
+        with suppress(ValueError):  # the owner took it a moment ago
+            self._asking.remove(ask)
         for _ in range(_TRIES):
             try:
                 return self._make()

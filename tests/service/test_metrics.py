@@ -303,6 +303,7 @@ def test_an_owner_that_does_not_poll_does_not_hold_a_scrape_up():
         asker.start()
         asker.join(10)
         assert Numbers(got[0])("healthy") == 1
+        assert not engine.telemetry._desk._asking
 
 
 def test_the_snapshot_of_an_engine_core_is_exported_by_a_front_end():
@@ -399,3 +400,27 @@ def test_load_results_of_every_outcome_are_counted():
         ledger.answered(kv.LoadResult(outcome), 0.0)
     assert recorder.value("metrics_errors") == 0
     assert all(recorder.value("loads", outcome.value) == 1 for outcome in kv.LoadOutcome)
+
+
+@pytest.mark.parametrize("seconds", [None, float("nan"), -1.0, "soon"])
+async def test_a_handler_that_reports_nonsense_harms_neither_the_load_nor_the_metrics(seconds, monkeypatch):
+    """A-P1."""
+    rig = Rig()
+    async with rig.service() as service:
+        await store(rig, service, [0, 1])
+        honest = rig.loads.get_finished
+
+        def nonsense():
+            results = honest()
+            for result in results:
+                result.transfer_time = result.queue_time = seconds
+                result.transfer_size = seconds
+            return results
+
+        monkeypatch.setattr(rig.loads, "get_finished", nonsense)
+        assert (await load(service, 9, [4, 5, 6])).num_tokens == 8
+        now = await scrape(service)
+        assert now("transfer_bytes_total", direction="load") == 2 * now("cache_block_bytes")
+        assert now("transfer_copy_seconds_count", direction="load") == 0
+        assert now("metrics_errors_total") == (0 if seconds is None else 2)
+        assert now("healthy") == 1
