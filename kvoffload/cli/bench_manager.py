@@ -129,10 +129,10 @@ def _get_all(index: dict[OffloadKey, int], keys: Keys) -> list[int | None]:
 
 
 def _seconds(call: Callable[[Keys], object], batches: list[list[OffloadKey]]) -> float:
-    begin = time.perf_counter()
+    begin = time.thread_time()
     for batch in batches:
         call(batch)
-    return time.perf_counter() - begin
+    return time.thread_time() - begin
 
 
 def measure_pins(makers: dict[str, Maker], keys: list[OffloadKey], blocks: int) -> dict[str, object]:
@@ -188,7 +188,7 @@ def measure_longest(
                 call, argument = "pin", some
             elif roll < 0.75 and pinned:
                 call = "unpin"
-            begin = time.perf_counter()
+            begin = time.thread_time()
             if call == "pin":
                 pinned.append((some, peer.pin(some)))
             elif call == "unpin":
@@ -196,7 +196,7 @@ def measure_longest(
             else:
                 answer = getattr(peer, call)(argument)
                 held += size if call == "store" and answer >= 0 else 0
-            longest[call] = max(longest.get(call, 0.0), time.perf_counter() - begin)
+            longest[call] = max(longest.get(call, 0.0), time.thread_time() - begin)
             done += size
             while len(pinned) > 100:
                 peer.unpin(*pinned.pop(0))
@@ -221,9 +221,9 @@ class _Pauses:
 
     def _heard(self, phase: str, info: dict[str, int]) -> None:  # noqa: ARG002
         if phase == "start":
-            self._begin = time.perf_counter()
+            self._begin = time.thread_time()
         else:
-            self.longest = max(self.longest, time.perf_counter() - self._begin)
+            self.longest = max(self.longest, time.thread_time() - self._begin)
 
     def stop(self) -> None:
         gc.callbacks.remove(self._heard)
@@ -254,9 +254,9 @@ def measure_replay(makers: dict[str, Maker], workload: Workload, capacity: int) 
         spent, hits = [], 0
         for _ in range(3):
             peer = make(capacity)
-            begin = time.perf_counter()
+            begin = time.thread_time()
             hits = sum(_serve(peer, str(number), keys) for number, keys in enumerate(requests))
-            spent.append(time.perf_counter() - begin)
+            spent.append(time.thread_time() - begin)
         blocks = sum(map(len, requests))
         result[name] = {
             "seconds": round(min(spent), 3),

@@ -70,7 +70,7 @@ class OffloadingEvent:
     removed: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PrepareStoreOutput:
     """What a store may write. Reference, chapter 1.4.
 

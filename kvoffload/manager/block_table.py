@@ -34,13 +34,22 @@ ABSENT = 0
 """`stamp` of a block that is in no order; a column of zeros costs nothing until it is used."""
 
 
+def make_shards(num_keys: int) -> tuple[tuple[dict[OffloadKey, int], ...], int]:
+    """Return empty shards for an index of `num_keys` keys, and the shift that leaves the shard's number of a hash.
+
+    `shards[hash(key) >> shift]` is the one to ask; negative numbers count from the end.
+    """
+    bits = min((num_keys // SHARD_KEYS).bit_length(), MAX_SHARD_BITS)
+    return tuple({} for _ in range(1 << bits)), sys.hash_info.width - bits
+
+
 class BlockTable:
     """Columns and index of the blocks of one manager (or of one policy that is used without a manager).
 
     Attributes:
         num_blocks: Rows.
-        shards: Keys of readable blocks to their block; `shards[hash(key) >> shift]` is the one to ask.
-        shift: Leaves the shard's number of a hash (negative ones count from the end).
+        shards: Keys of readable blocks to their block.
+        shift: Of the shards, see `make_shards`.
         writing: Keys of blocks that are being written to their block.
         keys: Column: the key of a held block.
         refs: Column: -1 while it is written, else the number of loads that hold it.
@@ -49,21 +58,20 @@ class BlockTable:
         parked: Column, of the policy: out of its log because it could not be evicted.
         num_parked: How many are.
         part: Column, of the policy: which of its lists.
+        cells: `stamp`, `refs` and `parked` again, for single blocks: an element of a view costs a third of an array's.
 
     Raises:
         NoSpaceError: The columns do not fit into memory.
     """
 
     __slots__ = (
-        "getters", "keys", "num_blocks", "num_parked", "parked", "part", "refs", "shards", "shift", "stamp", "used",
-        "writing",
+        "cells", "getters", "keys", "num_blocks", "num_parked", "parked", "part", "refs", "shards", "shift", "stamp",
+        "used", "writing",
     )  # fmt: skip
 
     def __init__(self, num_blocks: int) -> None:
-        bits = min((num_blocks // SHARD_KEYS).bit_length(), MAX_SHARD_BITS)
-        self.shards: tuple[dict[OffloadKey, int], ...] = tuple({} for _ in range(1 << bits))
+        self.shards, self.shift = make_shards(num_blocks)
         self.getters = tuple(shard.get for shard in self.shards)
-        self.shift = sys.hash_info.width - bits
         self.writing: dict[OffloadKey, int] = {}
         self.num_blocks = num_blocks
         self.num_parked = 0
@@ -77,12 +85,14 @@ class BlockTable:
         except (MemoryError, ValueError, OverflowError) as error:  # the last two from numpy, past what it can index
             message = f"the state of {num_blocks} blocks of host memory does not fit into memory: ask for fewer"
             raise NoSpaceError(message, requested_bytes=num_blocks * STATE_BYTES, available_bytes=0) from error
+        self.cells = (self.stamp.data, self.refs.data, self.parked.data)
 
     def grow(self, num_blocks: int) -> None:
         """Add rows (for policies that are used without a manager)."""
         more = BlockTable(num_blocks - self.num_blocks)
         for column in ("keys", "refs", "used", "stamp", "parked", "part"):
             setattr(self, column, np.concatenate((getattr(self, column), getattr(more, column))))
+        self.cells = (self.stamp.data, self.refs.data, self.parked.data)
         self.num_blocks = num_blocks
 
     # ---- index

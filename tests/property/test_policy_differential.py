@@ -9,7 +9,7 @@ from kvoffload.errors import UsageError
 from kvoffload.manager import block_table
 from kvoffload.manager.base import ReqContext
 from kvoffload.manager.cpu import CPUOffloadingManager
-from kvoffload.manager.policies import recency
+from kvoffload.manager.policies import ghosts, recency
 from kvoffload.manager.policies.arc import ARCCachePolicy
 from kvoffload.manager.policies.base import BlockStatus
 from kvoffload.manager.policies.lru import LRUCachePolicy
@@ -24,6 +24,7 @@ def chunk(request, monkeypatch):
     monkeypatch.setattr(recency, "CHUNK", request.param)
     if request.param == 8:
         monkeypatch.setattr(block_table, "SHARD_KEYS", 4)
+        monkeypatch.setattr(ghosts, "_CHUNK", 8)
 
 
 def order_of(policy):

@@ -13,6 +13,7 @@ from kvoffload.manager.policies.indexed import IndexedPolicy, PartView
 from kvoffload.manager.policies.recency import Clock, RecencyLog
 
 _T1, _T2 = 1, 2
+_NO_IDS = np.empty(0, np.int64)
 
 
 class ARCCachePolicy(IndexedPolicy):
@@ -68,15 +69,16 @@ class ARCCachePolicy(IndexedPolicy):
         table, (first, second) = self.table, self._lists
         in_t1 = table.part[ids] == _T1
         stays = in_t1 & (table.refs[ids] < 0) if frequent else in_t1
-        if not stays.any():
+        staying = int(np.count_nonzero(stays))
+        if not staying:
             second.append(ids)
-        elif stays.all():
+        elif staying == len(ids):
             first.append(ids)
             return
         else:
             first.append(ids[stays])
             second.append(ids[~stays])
-        risen = int(np.count_nonzero(in_t1)) - int(np.count_nonzero(stays))
+        risen = int(np.count_nonzero(in_t1)) - staying
         if risen:
             table.part[ids[in_t1 & ~stays]] = _T2
             first.size -= risen
@@ -100,20 +102,22 @@ class ARCCachePolicy(IndexedPolicy):
         self._ghosts.discard(keys)
 
     def evict_blocks(self, count: int) -> Ids:
-        table, (first, second) = self.table, self._lists
+        first = self._lists[0]
         above = first.size - int(self.target_t1_size) + 1
-        recent = first.take(min(count, above)) if above > 0 else np.empty(0, np.int64)
-        left = count - len(recent)
-        frequent = second.take(left) if left else np.empty(0, np.int64)
-        left -= len(frequent)
-        ids = np.concatenate((recent, frequent))
-        if left:
-            more = first.take(left)
-            recent, ids = np.concatenate((recent, more)), np.concatenate((ids, more))
-        first.size -= len(recent)
-        second.size -= len(frequent)
-        table.part[ids] = 0
-        self._ghosts.add(table.keys[recent].tolist(), table.keys[frequent].tolist())
+        ids = self._take(0, min(count, above)) if above > 0 else _NO_IDS
+        if len(ids) < count:
+            ids = np.concatenate((ids, self._take(1, count - len(ids))))
+        if len(ids) < count:
+            ids = np.concatenate((ids, self._take(0, count - len(ids))))
+        return ids
+
+    def _take(self, number: int, count: int) -> Ids:
+        """Move up to `count` keys from T1 (0) or T2 (1) to its ghosts; return their blocks."""
+        log = self._lists[number]
+        ids = log.take(count)
+        log.size -= len(ids)
+        self.table.part[ids] = 0
+        self._ghosts.add(number, self.table.keys[ids].tolist())
         return ids
 
     def remove_blocks(self, ids: Ids) -> None:

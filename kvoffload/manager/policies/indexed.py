@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffload.keys import OffloadKey
-from kvoffload.manager.block_table import BlockTable, Ids
+from kvoffload.manager.block_table import ABSENT, BlockTable, Ids
 from kvoffload.manager.policies.base import BlockStatus, CachePolicy
 
 Victim = tuple[OffloadKey, BlockStatus]
@@ -80,17 +81,17 @@ class PartView(Mapping[OffloadKey, BlockStatus]):
     def __getitem__(self, key: OffloadKey) -> BlockStatus:
         table = self._policy.table
         block = table.get(key)
-        if block is None or table.part[block] != self._part:
+        if block is None or not self._policy.members(self._part)[block]:
             raise KeyError(key)
         return self._policy.view(block)
 
     def __iter__(self) -> Iterator[OffloadKey]:
         table = self._policy.table
-        ids = np.flatnonzero(table.part == self._part)
+        ids = np.flatnonzero(self._policy.members(self._part))
         return iter(table.keys[ids[np.argsort(table.stamp[ids])]].tolist())
 
     def __len__(self) -> int:
-        return int(np.count_nonzero(self._policy.table.part == self._part))
+        return int(np.count_nonzero(self._policy.members(self._part)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({dict(self)!r})"
@@ -132,6 +133,11 @@ class IndexedPolicy(CachePolicy):
     @abstractmethod
     def release_blocks(self, ids: Ids) -> None:
         """`refs` of these blocks fell (or rose, after a write) to 0."""
+
+    def members(self, part: int) -> npt.NDArray[np.bool_]:
+        """Return a column: which blocks are in one of its lists."""
+        mask: npt.NDArray[np.bool_] = self.table.part == part
+        return mask
 
     # ---- how a manager drives it
 
@@ -199,7 +205,7 @@ class IndexedPolicy(CachePolicy):
             return []
         self.sync()
         table = self.table
-        idle = np.flatnonzero((table.part != 0) & (table.refs == 0))
+        idle = np.flatnonzero((table.stamp != ABSENT) & (table.refs == 0))
         kept = np.array([block for block in map(table.get, protected) if block is not None], np.int64)
         kept = kept[table.refs[kept] == 0]
         if len(idle) - len(kept) < n:

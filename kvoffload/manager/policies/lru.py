@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffload.keys import OffloadKey
-from kvoffload.manager.block_table import BlockTable, Ids
+from kvoffload.manager.block_table import ABSENT, BlockTable, Ids
 from kvoffload.manager.policies.indexed import IndexedPolicy, PartView
 from kvoffload.manager.policies.recency import Clock, RecencyLog
-
-_HELD = 1
 
 
 class LRUCachePolicy(IndexedPolicy):
@@ -23,7 +22,7 @@ class LRUCachePolicy(IndexedPolicy):
 
     def bind(self, table: BlockTable) -> None:
         self.table = table
-        self.blocks = PartView(self, _HELD)
+        self.blocks = PartView(self, 0)
         self._log = RecencyLog(table, Clock())
 
     def touch(self, keys: Iterable[OffloadKey]) -> None:
@@ -36,20 +35,21 @@ class LRUCachePolicy(IndexedPolicy):
             self._log.append(np.array(found, np.int64))
 
     def insert_blocks(self, keys: Sequence[OffloadKey], ids: Ids) -> None:  # noqa: ARG002
-        self.table.part[ids] = _HELD
         self._log.size += len(ids)
         self._log.append(ids)
 
     def evict_blocks(self, count: int) -> Ids:
         ids = self._log.take(count)
-        self.table.part[ids] = 0
         self._log.size -= len(ids)
         return ids
 
     def remove_blocks(self, ids: Ids) -> None:
         self._log.remove(ids)
-        self.table.part[ids] = 0
         self._log.size -= len(ids)
 
     def release_blocks(self, ids: Ids) -> None:
         self._log.release(ids)
+
+    def members(self, part: int) -> npt.NDArray[np.bool_]:  # noqa: ARG002 - there is one list
+        mask: npt.NDArray[np.bool_] = self.table.stamp != ABSENT
+        return mask

@@ -24,6 +24,7 @@ from kvoffload.manager.block_table import ABSENT, BlockTable, Ids
 
 CHUNK = 4096
 _SWEEP_CHUNKS = 4
+_FEW = 24
 _ID_BITS = 40
 _ID_MASK = (1 << _ID_BITS) - 1
 
@@ -38,12 +39,13 @@ class Clock:
 
 
 class _Chunk:
-    __slots__ = ("base", "fill", "ids")
+    __slots__ = ("base", "cells", "fill", "ids")
 
     def __init__(self, base: int) -> None:
         self.base = base
         self.fill = 0
         self.ids: npt.NDArray[np.int32] = np.empty(CHUNK, np.int32)
+        self.cells = self.ids.data
 
 
 class RecencyLog:
@@ -107,39 +109,71 @@ class RecencyLog:
             else:
                 taken.append(block)
                 stamp[block] = ABSENT
+        if count <= _FEW:
+            self._take_few(taken, count)
+        if len(taken) == count:
+            return np.array(taken, np.int64)
         found: list[Ids] = [np.array(taken, np.int64)] if taken else []
-        need = count - len(taken)
+        need = window = count - len(taken)
         while need > 0:
-            chunk = self._chunks[0]
-            start = self._start
-            end = min(chunk.fill, start + 2 * need + 64)
-            if start == end:
+            chunk, start = self._chunks[0], self._start
+            end = min(chunk.fill, start + window)
+            length = end - start
+            if not length:
                 if len(self._chunks) == 1:
                     break
                 self._drop_head()
                 continue
-            ids = chunk.ids[start:end]
+            ids = chunk.ids[start:end].astype(np.int64)
             live = stamp[ids] == np.arange(chunk.base + start, chunk.base + end)
-            idle = refs[ids] == 0
-            good = np.flatnonzero(live & idle)
-            length = end - start
-            if len(good) >= need:
-                good = good[:need]
-                length = int(good[-1]) + 1
-            stuck = ids[:length][live[:length] & ~idle[:length]]
-            if len(stuck):
-                parked[stuck] = True
-                table.num_parked += len(stuck)
-            if len(good):
-                chosen = ids[good].astype(np.int64)
-                stamp[chosen] = ABSENT
-                found.append(chosen)
-                need -= len(chosen)
+            good = live & (refs[ids] == 0)
+            hits = int(np.count_nonzero(good))
+            if hits < length or hits > need:
+                places = good.nonzero()[0]
+                if hits > need:
+                    places = places[:need]
+                    length = int(places[-1]) + 1
+                stuck = ids[:length][(live ^ good)[:length]]
+                if len(stuck):
+                    parked[stuck] = True
+                    table.num_parked += len(stuck)
+                ids = ids[places]
+            stamp[ids] = ABSENT
+            found.append(ids)
+            need -= len(ids)
+            window = 2 * need + 64
             self._start = start + length
             self._entries -= length
-        if len(found) == 1:
-            return found[0]
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+        return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0, np.int64)])
+
+    def _take_few(self, taken: list[int], count: int) -> None:
+        """Add blocks to `taken`, one by one; gives up at a long run of others, which arrays skip faster."""
+        stamp, refs, parked = self._table.cells
+        patience = 4 * _FEW
+        while len(taken) < count and patience:
+            chunk, start = self._chunks[0], self._start
+            end = min(chunk.fill, start + patience)
+            at, position, ids = start, chunk.base + start, chunk.cells
+            while at < end:
+                block = ids[at]
+                if stamp[block] == position:
+                    if refs[block]:
+                        parked[block] = True
+                        self._table.num_parked += 1
+                    else:
+                        stamp[block] = ABSENT
+                        taken.append(block)
+                        if len(taken) == count:
+                            end = at + 1
+                at += 1
+                position += 1
+            self._start = end
+            self._entries -= end - start
+            patience -= end - start
+            if end == chunk.fill and len(taken) < count:
+                if len(self._chunks) == 1:
+                    return
+                self._drop_head()
 
     def release(self, ids: Ids) -> None:
         """Tell that nothing holds these blocks any more: parked ones come back into the order."""
