@@ -122,7 +122,9 @@ class BlockTable:
         """Index readable blocks."""
         shards, shift = self.shards, self.shift
         if len(shards) == 1:
-            shards[0].update(zip(keys, blocks, strict=True))
+            shard = shards[0]
+            for key, block in zip(keys, blocks, strict=True):
+                shard[key] = block
             return
         for key, block in zip(keys, blocks, strict=True):
             shards[hash(key) >> shift][key] = block

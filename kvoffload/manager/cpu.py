@@ -332,8 +332,9 @@ class CPUOffloadingManager(OffloadingManager):
                 return None
             victims = chosen_victims
             evicted = table.keys[victims].tolist()
-        taken = self._pool.allocate(count - len(victims))
-        ids: Ids = np.concatenate((np.array(taken, np.int64), victims)) if taken else victims
+        ids, taken = victims, self._pool.allocate(count - len(victims)) if count > len(victims) else []
+        if taken:
+            ids = np.concatenate((np.array(taken, np.int64), victims)) if len(victims) else np.array(taken, np.int64)
         try:
             self._order.insert_blocks(wanted, ids)
         except BaseException:
@@ -343,13 +344,17 @@ class CPUOffloadingManager(OffloadingManager):
         if evicted:
             table.withdraw(evicted)
             stats.evicted += len(evicted)
-            stats.evicted_unused += len(evicted) - int(np.count_nonzero(table.used[victims]))
+            used = int(np.count_nonzero(table.used[victims]))
+            if used:
+                table.used[victims] = False
+            stats.evicted_unused += len(evicted) - used
             stats.ready -= len(evicted)
-            table.used[victims] = False
             self._announce(evicted, removed=True)
         table.keys[ids] = wanted
         table.refs[ids] = WRITING
-        table.writing.update(zip(wanted, ids.tolist(), strict=True))
+        writing = table.writing
+        for key, block in zip(wanted, ids.tolist(), strict=True):
+            writing[key] = block
         stats.filtered += len(filtered)
         stats.reserved += count
         stats.writing += count

@@ -105,7 +105,11 @@ class GhostLists:
         """Make the ghosts among `keys` the newest, the last one newest; return for each whether it is in `b1`."""
         if not self.sizes[_B1] and not self.sizes[_B2]:
             return []
-        found = [(key, token & 1) for key in keys if (token := self.token_of(key)) is not None]
+        shards, shift = self._shards, self._shift
+        tokens = [shards[hash(key) >> shift].get(key) for key in keys]
+        if tokens.count(None) == len(tokens):
+            return []
+        found = [(key, token & 1) for key, token in zip(keys, tokens, strict=True) if token is not None]
         for number in (_B1, _B2):
             some = [key for key, its in found if its == number]
             if some:
@@ -136,11 +140,12 @@ class GhostLists:
     def _append(self, number: int, keys: list[OffloadKey]) -> None:
         queue, shards, shift = self._queues[number], self._shards, self._shift
         first = self._next << 1 | number
-        tokens = range(first, first + 2 * len(keys), 2)
         self._next += len(keys)
         self._lengths[number] += len(keys)
-        for key, token in zip(keys, tokens, strict=True):
+        token = first
+        for key in keys:
             shards[hash(key) >> shift][key] = token
+            token += 2
         at = 0
         while at < len(keys):
             chunk = queue[-1]
@@ -151,7 +156,7 @@ class GhostLists:
                 continue
             end = chunk.fill + len(now)
             chunk.keys[chunk.fill : end] = now
-            chunk.tokens[chunk.fill : end] = tokens[at : at + len(now)]
+            chunk.tokens[chunk.fill : end] = np.arange(first + 2 * at, first + 2 * (at + len(now)), 2)
             chunk.fill = end
             at += len(now)
 
