@@ -97,9 +97,8 @@ class GhostLists:
 
     def known(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the ghosts among `keys`, in order."""
-        if not (self.b1 or self.b2):
-            return []
-        return [key for key, row in zip(keys, self._table.find(keys), strict=True) if row is not None]
+        shards, shift = self._shards, self._shift
+        return [key for key in keys if key in shards[hash(key) >> shift]]
 
     def touch(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Make the ghosts among `keys` the newest, the last one newest; return for each whether it is in `b1`."""

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.keys import OffloadKey
-from kvoffload.manager.block_table import ABSENT, BlockTable, Ids
+from kvoffload.manager.block_table import BlockTable, Ids
 from kvoffload.manager.policies.base import BlockStatus, CachePolicy
 
+ANY_PART = 0
 Victim = tuple[OffloadKey, BlockStatus]
 
 
@@ -135,8 +136,8 @@ class IndexedPolicy(CachePolicy):
         """`refs` of these blocks fell (or rose, after a write) to 0."""
 
     def members(self, part: int) -> npt.NDArray[np.bool_]:
-        """Return a column: which blocks are in one of its lists."""
-        mask: npt.NDArray[np.bool_] = self.table.part == part
+        """Return a column: which blocks are in one of its lists, or in any."""
+        mask: npt.NDArray[np.bool_] = self.table.part == part if part else self.table.part != 0
         return mask
 
     # ---- how a manager drives it
@@ -205,7 +206,7 @@ class IndexedPolicy(CachePolicy):
             return []
         self.sync()
         table = self.table
-        idle = np.flatnonzero((table.stamp != ABSENT) & (table.refs == 0))
+        idle = np.flatnonzero(self.members(ANY_PART) & (table.refs == 0))
         kept = np.array([block for block in map(table.get, protected) if block is not None], np.int64)
         kept = kept[table.refs[kept] == 0]
         if len(idle) - len(kept) < n:

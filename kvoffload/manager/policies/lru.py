@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvoffload.keys import OffloadKey
 from kvoffload.manager.block_table import ABSENT, BlockTable, Ids
-from kvoffload.manager.policies.indexed import IndexedPolicy, PartView
+from kvoffload.manager.policies.indexed import ANY_PART, IndexedPolicy, PartView
 from kvoffload.manager.policies.recency import Clock, RecencyLog
 
 
@@ -22,7 +22,7 @@ class LRUCachePolicy(IndexedPolicy):
 
     def bind(self, table: BlockTable) -> None:
         self.table = table
-        self.blocks = PartView(self, 0)
+        self.blocks = PartView(self, ANY_PART)
         self._log = RecencyLog(table, Clock())
 
     def touch(self, keys: Iterable[OffloadKey]) -> None:
