@@ -58,7 +58,7 @@ class OwnFeed(Feed):
 
     def __init__(self, sink: EventSink) -> None:
         super().__init__()
-        self._sink = sink
+        self.sink = sink
 
     def publish(self, events: Sequence[OffloadingEvent]) -> None:
         """Hand the events over, with the descriptions of what was stored."""
@@ -69,17 +69,17 @@ class OwnFeed(Feed):
                     info = self.infos.pop(key, None)
                     if info is not None:
                         infos[key] = info
-        self._sink.publish(events, infos)
+        self.sink.publish(events, infos)
 
     def reset(self, events: Sequence[OffloadingEvent]) -> None:
         """Hand the removals over; descriptions of running stores are void."""
         self.infos.clear()
         if events:
-            self._sink.publish(events, {})
+            self.sink.publish(events, {})
 
     def close(self) -> None:
         """Close the publisher, if it can be closed."""
-        close = getattr(self._sink, "close", None)
+        close = getattr(self.sink, "close", None)
         if close is not None:
             close()
 

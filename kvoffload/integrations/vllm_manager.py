@@ -136,6 +136,7 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
             FilterReusedOffloadingManager(self.cpu, store_threshold, max_tracker_size) if store_threshold >= 2 else None
         )
         self.metrics = ManagerMetrics(self.cpu)
+        self.on_shutdown: list[Callable[[], None]] = []
         self.pending_wait_seconds = pending_wait_seconds
         self._front = self.filter or self.cpu
         self._clock = clock
@@ -368,6 +369,7 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
         if self.feed is not None:
             self.feed.reset(self.cpu.take_events())
         self.metrics.resets += 1
+        self.metrics.refresh()
 
     # ---- events and figures
 
@@ -384,10 +386,11 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
         return self.metrics.take()
 
     def shutdown(self) -> None:
-        """Close the feed; idempotent."""
+        """Close the feed and what `on_shutdown` names; idempotent."""
         if self.feed is not None:
             self.feed.close()
-        self.metrics.close()
+        while self.on_shutdown:
+            self.on_shutdown.pop()()
 
 
 def _context(req_context: VllmContext) -> UsesContext:

@@ -12,6 +12,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
+from kvoffload.manager.base import ManagerStats
 from kvoffload.manager.cpu import CPUOffloadingManager
 
 PREFIX = "vllm:kvoffload_"
@@ -70,16 +71,18 @@ class ManagerMetrics:
         failed_stores: Store jobs that failed.
         refused_stores: Offers that found no room.
         resets: Resets of the cache.
+        latest: The manager's statistics when they were last taken.
     """
 
     def __init__(self, source: CPUOffloadingManager) -> None:
         self.loads = self.failed_loads = self.failed_stores = self.refused_stores = self.resets = 0
         self._source = source
+        self.latest = source.stats()
         self._seen: dict[str, float] = {}
 
     def take(self) -> OffloadingConnectorStats | None:
         """Return vLLM's stats object with what changed since the last call; None if nothing did."""
-        stats, seen = self._source.stats(), self._seen
+        stats, seen = self.refresh(), self._seen
         report: OffloadingConnectorStats | None = None
         for source, table, is_gauge in ((stats, GAUGES, True), (stats, COUNTERS, False), (self, JOBS, False)):
             for name, (field, _) in table.items():
@@ -96,5 +99,7 @@ class ManagerMetrics:
                     report.increase_counter(PREFIX + name, value - (last or 0))
         return report
 
-    def close(self) -> None:
-        """Stop serving figures; idempotent."""
+    def refresh(self) -> ManagerStats:
+        """Take the manager's statistics now; in the scheduler's thread."""
+        self.latest = self._source.stats()
+        return self.latest

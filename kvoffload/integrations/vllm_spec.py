@@ -13,6 +13,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvoffload.config import EventsConfig, OffloadConfig
 from kvoffload.errors import ConfigError
 from kvoffload.events.publisher import create_publisher
+from kvoffload.integrations.vllm_exposition import ManagerExposition
 from kvoffload.integrations.vllm_feed import Feed, OwnFeed, VllmFeed
 from kvoffload.integrations.vllm_manager import KVOffloadManager
 from kvoffload.integrations.vllm_metrics import metric_definitions
@@ -21,6 +22,9 @@ from kvoffload.integrations.vllm_worker import KVOffloadWorker
 from kvoffload.transfer.stream import MakeStream
 
 logger = logging.getLogger(__name__)
+
+METRICS_KEY = "metrics_endpoint"
+"""Key of kvoffload's own `/metrics` in the engine core: `"host:port"`."""
 
 VLLM_KEYS = frozenset(
     {
@@ -84,11 +88,18 @@ class KVOffloadSpec(OffloadingSpec):  # type: ignore[misc] # vLLM is untyped her
                 num_groups=len(self.config.groups),
                 pending_wait_seconds=offload.pending_wait_seconds,
             )
+            endpoint = self.config.extra_config.get(METRICS_KEY)
+            if endpoint is not None:
+                self._serve_metrics(str(endpoint), self._manager)
             logger.info(
                 "kvoffload: %d offloaded blocks of %d engine blocks, policy %s",
                 self.num_blocks, self.blocks_per_chunk, offload.eviction_policy,
             )  # fmt: skip
         return self._manager
+
+    def _serve_metrics(self, endpoint: str, manager: KVOffloadManager) -> None:
+        sink = manager.feed.sink if isinstance(manager.feed, OwnFeed) else None
+        manager.on_shutdown.append(ManagerExposition(endpoint, manager.metrics, self.offload, sink).close)
 
     def _make_feed(self) -> Feed | None:
         if self.offload.events is not None:
@@ -114,7 +125,7 @@ def offload_config(config: OffloadingConfig) -> OffloadConfig:
     Raises:
         ConfigError: A key of `kv_connector_extra_config` is unknown or wrong; the message names it.
     """
-    keys = {key: value for key, value in config.extra_config.items() if key not in VLLM_KEYS}
+    keys = {key: value for key, value in config.extra_config.items() if key not in VLLM_KEYS and key != METRICS_KEY}
     sizes = tuple(group.tokens_per_block for group in config.groups)
     chunks = config.cache.blocks_per_chunk
     derived: dict[str, Any] = {

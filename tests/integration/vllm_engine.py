@@ -227,7 +227,7 @@ class Follower:
     def __init__(self, feed: Any) -> None:
         import zmq
 
-        publisher = feed._sink
+        publisher = feed.sink
         self.socket = zmq.Context.instance().socket(zmq.SUB)
         self.socket.subscribe(b"")
         self.socket.connect(publisher.endpoints[0])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import urllib.request
 from types import SimpleNamespace
 
 import numpy as np
@@ -86,6 +87,28 @@ def test_the_own_publisher_starts_with_the_manager_and_ends_with_it(adapter, con
     assert manager.wants_requests
     manager.shutdown()
     manager.shutdown()
+
+
+def test_kvoffloads_own_metrics_are_served_from_the_engine_core(adapter, config, fake):
+    extra = {"cpu_bytes_to_use": 1 << 20, "metrics_endpoint": "127.0.0.1:0"}
+    spec = adapter.KVOffloadSpec(config(extra))
+    manager = spec.get_manager()
+    key = b"\1" * 32 + b"\0\0\0\0"
+    context = fake.ReqContext("r")
+    manager.complete_store(set(manager.prepare_store([key], context).keys_to_store), context)
+    manager.get_stats()
+    port = manager.on_shutdown[0].__self__.port
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        text = answer.read().decode()
+    manager.shutdown()
+    assert 'kvoffload_cache_blocks{engine="engine",model_name="tiny",state="ready"} 1.0' in text
+    assert 'kvoffload_cache_capacity_blocks{engine="engine",model_name="tiny"} 1024.0' in text
+
+
+def test_a_metrics_endpoint_that_is_none_is_refused(adapter, config):
+    spec = adapter.KVOffloadSpec(config({"cpu_bytes_to_use": 1 << 20, "metrics_endpoint": "9464"}))
+    with pytest.raises(ConfigError, match="metrics_endpoint must be 'host:port', got '9464'"):
+        spec.get_manager()
 
 
 def test_each_role_makes_its_half_once(adapter, config, fake):

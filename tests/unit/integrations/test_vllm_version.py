@@ -13,8 +13,8 @@ from kvoffload.errors import ExtensionImportError
 from kvoffload.integrations import vllm_version
 
 ADAPTER = [
-    "vllm", "vllm_feed", "vllm_manager", "vllm_metrics", "vllm_recency", "vllm_requests", "vllm_spec", "vllm_taps",
-    "vllm_worker",
+    "vllm", "vllm_exposition", "vllm_feed", "vllm_manager", "vllm_metrics", "vllm_recency", "vllm_requests",
+    "vllm_spec", "vllm_taps", "vllm_worker",
 ]  # fmt: skip
 
 
