@@ -16,6 +16,7 @@ from kvoffload.errors import UsageError
 from kvoffload.keys import BlockChain, OffloadKey
 from kvoffload.manager.base import ReqContext, RequestOutcome
 from kvoffload.manager.specs import GPULoadStoreSpec
+from kvoffload.service.arguments import check_ready, whole_number
 from kvoffload.service.core import LeaseState, RequestState
 from kvoffload.service.jobs import Job, JobState
 from kvoffload.service.life import EngineLife
@@ -119,6 +120,8 @@ class OffloadEngine(EngineLife):
         """
         self.check()
         request = self.state(request_id)
+        check_ready(after, "after")
+        leave_tokens = whole_number(leave_tokens, "leave_tokens")
         tables, starts = self.geometry.split(gpu_blocks)
         first = self.geometry.common_start(tables, starts)
         max_tokens = request.chain.num_tokens - leave_tokens

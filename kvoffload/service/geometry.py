@@ -71,8 +71,11 @@ class BlockGeometry:
         """Return one table per group; a flat list serves a model with one group.
 
         Raises:
-            UsageError: The number of tables is not the number of groups.
+            UsageError: They are no sequences, or the number of tables is not the number of groups.
         """
+        if not isinstance(gpu_blocks, Sequence) or isinstance(gpu_blocks, str | bytes):
+            kind = type(gpu_blocks).__name__
+            raise UsageError(f"a block table is a list of block ids, or one such list for each group; got {kind}")
         if len(self.groups) == 1 and (not gpu_blocks or not isinstance(gpu_blocks[0], Sequence)):
             return [gpu_blocks]  # type: ignore[list-item]  # narrowed by hand: a flat table
         if len(gpu_blocks) != len(self.groups):
@@ -150,3 +153,13 @@ class BlockGeometry:
         for table in tables:
             if table and (min(table) < 0 or (limit is not None and max(table) >= limit)):
                 raise UsageError(f"GPU block ids must be in [0, {limit}), got {min(table)}..{max(table)}")
+
+    def check_distinct(self, tables: Tables) -> None:
+        """Refuse GPU blocks that are named twice: one cannot hold the bytes of two.
+
+        Raises:
+            UsageError: Some are.
+        """
+        blocks = [block for table in tables for block in table]
+        if len(set(blocks)) < len(blocks):
+            raise UsageError(f"a GPU block is named twice: {blocks}")

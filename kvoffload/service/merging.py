@@ -4,24 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvoffload.errors import UsageError
 from kvoffload.manager.specs import GPULoadStoreSpec
 from kvoffload.service.jobs import StoreOffer
 from kvoffload.transfer.base import HOST_VISIBLE, AllReady, Ready
-
-
-def check_ready(ready: Ready) -> None:
-    """Refuse what cannot say when bytes are ready.
-
-    Raises:
-        UsageError: Neither `"host-visible"` nor an event with `wait` (host) or `synchronize` (CUDA).
-    """
-    if isinstance(ready, str):
-        known = ready == HOST_VISIBLE
-    else:
-        known = callable(getattr(ready, "wait", None)) or callable(getattr(ready, "synchronize", None))
-    if not known:
-        raise UsageError(f'ready must be "host-visible" or an event recorded after the last write, got {ready!r}')
 
 
 def merge(offers: Sequence[StoreOffer]) -> tuple[GPULoadStoreSpec, list[int]]:

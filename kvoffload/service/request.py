@@ -18,6 +18,7 @@ from kvoffload.errors import ClosedError, TransferError, UsageError
 from kvoffload.keys import BlockChain
 from kvoffload.manager.base import ReqContext, RequestOutcome
 from kvoffload.manager.specs import GPULoadStoreSpec
+from kvoffload.service.arguments import check_ready, whole_number
 from kvoffload.service.core import LeaseState, RequestState
 from kvoffload.service.geometry import Tables
 from kvoffload.service.jobs import Job
@@ -59,6 +60,12 @@ class OffloadRequest:
         free: Free | None,
     ) -> None:
         self.context = ReqContext(context) if isinstance(context, str) else context
+        if not isinstance(self.context, ReqContext):
+            raise UsageError(f"a request is named by a str or a ReqContext, got {context!r}")
+        if not isinstance(chain, BlockChain):
+            raise UsageError(f"chain must come from service.chain(...), got {type(chain).__name__}")
+        if free is not None and not callable(free):
+            raise UsageError(f"free must be callable with a list of GPU blocks, or None; got {free!r}")
         self.id = self.context.req_id or ""
         self.chain = chain
         self.gpu_blocks = gpu_blocks
@@ -73,10 +80,11 @@ class OffloadRequest:
         self._service.check_open()
         if self._left:
             raise UsageError(f"request {self.id!r} was left: make a new one")
+        blocks = [block for table in self._tables() for block in table]
         self.engine.begin(self.context, self.chain)
         self._state = self.engine.state(self.id)
         self._service.add(self)
-        self.engine.note_owner(block for table in self._tables() for block in table)
+        self.engine.note_owner(blocks)
         return self
 
     async def __aexit__(
@@ -163,9 +171,8 @@ class OffloadRequest:
             TransferError: Unhealthy, with `fail_open=False`.
         """
         self._entered()
-        if first_block < 0 or leave_tokens < 0:
-            raise UsageError(f"first_block and leave_tokens must not be negative, got {first_block} and {leave_tokens}")
-        first = first_block * self.engine.geometry.block_size
+        leave_tokens = whole_number(leave_tokens, "leave_tokens")
+        first = whole_number(first_block, "first_block") * self.engine.geometry.block_size
         tables = [
             table[first // group.block_size :]
             for table, group in zip(self._tables(), self.engine.geometry.groups, strict=True)
@@ -185,6 +192,7 @@ class OffloadRequest:
 
         `stop` is asked after each wait, and before the copy: what it returns is the answer.
         """
+        check_ready(after, "after")
         ledger, began = self.engine.ledger, self._service.clock()
         try:
             result = await self._load_tables(tables, first, max_tokens, timeout, after, stop)
@@ -289,7 +297,8 @@ class OffloadRequest:
             UsageError: `computed_tokens` shrank, exceeds the chain, or the block table is too short.
         """
         state = self._entered()
-        job = self.engine.stores.offer_computed(state, self._tables(), computed_tokens, ready)
+        tokens = whole_number(computed_tokens, "computed_tokens")
+        job = self.engine.stores.offer_computed(state, self._tables(), tokens, ready)
         self._service.submitted()
         return StoreJob(self._service, job)
 

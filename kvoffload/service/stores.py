@@ -12,11 +12,12 @@ from kvoffload.errors import UsageError
 from kvoffload.keys import BlockInfo, OffloadKey
 from kvoffload.manager.base import PrepareStoreOutput
 from kvoffload.manager.specs import CPULoadStoreSpec, GPULoadStoreSpec
+from kvoffload.service.arguments import check_ready
 from kvoffload.service.board import TransferBoard
 from kvoffload.service.core import Core, RequestState
 from kvoffload.service.geometry import Tables
 from kvoffload.service.jobs import Job, JobState, StoreOffer, Transfer
-from kvoffload.service.merging import all_ready, check_ready, merge
+from kvoffload.service.merging import all_ready, merge
 from kvoffload.service.results import StoreReason, StoreResult
 from kvoffload.transfer.base import Ready, TransferResult
 
@@ -71,6 +72,7 @@ class StoreDesk:
             counts.append(max(0, upto - starts[group_idx]))
             parts.append(tables[group_idx][first:last])
         geometry.check_ids(parts)
+        geometry.check_distinct(parts)
         check_ready(ready)
         request.computed_tokens = computed_tokens
         request.offered = [start + count for start, count in zip(starts, counts, strict=True)]
@@ -100,6 +102,7 @@ class StoreDesk:
             starts.append(start)
             counts.append(count)
         geometry.check_ids(tables)
+        geometry.check_distinct(tables)
         return self._offer(request, tables, starts, counts, ready)
 
     def _offer(

@@ -1,0 +1,100 @@
+"""What a confused caller passes: a typed error at the door, and nothing has changed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+from service.harness import BLOCK, Rig, check_books, tokens
+
+import kvoffload as kv
+
+TABLE = [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "table", [np.arange(4), {0, 1, 2, 3}, iter(TABLE), "0123", None, [[0, 1], [2, 3]]], ids=lambda t: type(t).__name__
+)
+async def test_block_table_of_a_wrong_kind_is_refused_on_entering(table):
+    rig = Rig()
+    async with rig.service() as service:
+        chain = service.chain(tokens(4 * BLOCK))
+        with pytest.raises(kv.UsageError, match="block table"):
+            async with service.request("r", chain, gpu_blocks=table, free=rig.free):
+                pass
+        async with service.request("r", chain, gpu_blocks=TABLE, free=rig.free):
+            pass  # the id was not taken
+        check_books(rig.spec.cpu_manager)
+
+
+@pytest.mark.parametrize("wrong", [{"context": None}, {"context": 5}, {"chain": [1, 2]}, {"free": 5}], ids=str)
+async def test_request_made_of_wrong_parts_is_refused(wrong):
+    rig = Rig()
+    async with rig.service() as service:
+        parts = {
+            "context": "r",
+            "chain": service.chain(tokens(4 * BLOCK)),
+            "gpu_blocks": TABLE,
+            "free": rig.free,
+            **wrong,
+        }
+        with pytest.raises(kv.UsageError):
+            service.request(parts.pop("context"), parts.pop("chain"), **parts)
+
+
+@pytest.mark.parametrize(
+    "ready",
+    [None, True, "ready", threading.Event, asyncio.Event(), object()],
+    ids=["None", "bool", "word", "class", "asyncio event", "object"],
+)
+async def test_event_that_cannot_be_waited_for_is_refused_in_both_directions(ready):
+    rig = Rig()
+    async with rig.service() as service:
+        async with service.request(
+            "r", service.chain(tokens(4 * BLOCK)), gpu_blocks=list(TABLE), free=rig.free
+        ) as request:
+            with pytest.raises(kv.UsageError, match="ready must be"):
+                request.store(computed_tokens=4 * BLOCK, ready=ready)
+            assert (await request.store(computed_tokens=4 * BLOCK, ready="host-visible")).stored == 4
+            with pytest.raises(kv.UsageError, match="after must be"):
+                await request.load(after=ready)
+            async with request.lease() as lease:
+                with pytest.raises(kv.UsageError, match="after must be"):
+                    await lease.load(kv.GPULoadStoreSpec([0], [1], [0]), after=ready)
+        check_books(rig.spec.cpu_manager)
+
+
+async def test_counts_are_whole_numbers_of_any_library():
+    rig = Rig()
+    async with rig.service() as service:
+        async with service.request(
+            "r", service.chain(tokens(4 * BLOCK)), gpu_blocks=list(TABLE), free=rig.free
+        ) as request:
+            for wrong in (4.0 * BLOCK, "8", None, -1):
+                with pytest.raises(kv.UsageError, match="computed_tokens"):
+                    request.store(computed_tokens=wrong, ready="host-visible")
+                with pytest.raises(kv.UsageError, match="first_block"):
+                    await request.load(first_block=wrong)
+                with pytest.raises(kv.UsageError, match="leave_tokens"):
+                    await request.load(leave_tokens=wrong)
+            stored = await request.store(computed_tokens=np.int64(4 * BLOCK), ready="host-visible")
+            assert stored == kv.StoreResult(stored=4)
+            assert type(stored.already_present) is int
+            assert (await request.load(first_block=np.int32(1), leave_tokens=np.int8(1))).num_blocks == 2
+        check_books(rig.spec.cpu_manager)
+
+
+async def test_store_of_two_blocks_from_one_gpu_block_is_refused_and_may_be_made_good():
+    rig = Rig()
+    async with rig.service() as service:
+        table = [0, 0, 2, 3]
+        async with service.request("r", service.chain(tokens(4 * BLOCK)), gpu_blocks=table, free=rig.free) as request:
+            with pytest.raises(kv.UsageError, match="named twice"):
+                request.store(computed_tokens=4 * BLOCK, ready="host-visible")
+            with pytest.raises(kv.UsageError, match="named twice"):
+                request.store_blocks(kv.GPULoadStoreSpec([5, 5], [2], [0]), ready="host-visible")
+            table[1] = 1
+            assert (await request.store(computed_tokens=4 * BLOCK, ready="host-visible")).stored == 4
+        check_books(rig.spec.cpu_manager)
