@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from service.ranks.world import World
 
 import kvoffload as kv
 
@@ -104,3 +105,16 @@ def make_ranks():
     yield make
     for ranks in made:
         ranks.close()
+
+
+@pytest.fixture
+def make_world():
+    worlds: list[World] = []
+
+    def make(*args, **kwargs) -> World:
+        worlds.append(World(*args, **kwargs))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
