@@ -1,8 +1,8 @@
 """What the manager's decisions cost, beside a plain OrderedDict manager and, if at hand, vLLM's.
 
-All managers take part in each round, one after the other with the same keys; the median of the rounds is reported, and
-ratios are of medians. Keys are chosen at random over the whole cache, so the memory is cold: `dict_get_floor` is what
-a bare `dict.get` costs there. Times are nanoseconds per block, a ratio above 1 says that kvoffload is faster.
+All managers take part in each round; the median of the rounds is reported, and ratios are of medians. Times are of this
+thread on its CPU, so a busy machine blurs them less. Keys are chosen at random over the whole cache, so the memory is
+cold: `dict_get_floor` is what a bare `dict.get` costs there.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         for part in args.parts.split(","):
             table = result[part]
-            print_table(f"manager, {args.blocks:,} blocks: {part}", table if isinstance(table, dict) else {})
+            tables = table.items() if part == "calls" and isinstance(table, dict) else [(part, table)]
+            for name, values in tables:
+                print_table(f"manager, {args.blocks:,} blocks: {name}", values if isinstance(values, dict) else {})
     return OK
 
 
@@ -93,7 +96,11 @@ def fill(peer: Peer, keys: Keys) -> None:
 def measure_calls(
     makers: dict[str, Maker], keys: list[OffloadKey], blocks: int, rounds: int, seed: int
 ) -> dict[str, object]:
-    """Return nanoseconds per block of each call, per batch size and manager; a store evicts as many as it stores."""
+    """Return nanoseconds per block of each call, per batch size and manager.
+
+    Batches are random and cold; each is looked up, touched, and loaded, as a request does. A store of new keys evicts
+    as many; the keys themselves are warm, as just computed.
+    """
     peers = [make(blocks) for make in makers.values()]
     held, fresh = keys[:blocks], keys[blocks:]
     for peer in peers:
@@ -101,26 +108,48 @@ def measure_calls(
     floor = dict.fromkeys(held, 0)
     rng = np.random.default_rng(seed)
     at_once = max(1, min(8192, blocks // (rounds * len(BATCHES))))
-    times: dict[str, dict[str, list[float]]] = {}
-    gc.collect()
-    for call in ("lookup", "touch", "load", "store"):
-        for batch in BATCHES:
-            row = times.setdefault(f"{call}_{batch}", {})
-            for _ in range(rounds):
-                if call == "store":
-                    chosen, fresh = fresh[:at_once], fresh[at_once:]
-                else:
-                    chosen = [held[at] for at in rng.integers(0, blocks, at_once)]
-                batches = [chosen[at : at + batch] for at in range(0, at_once, batch)]
-                if call == "lookup":
-                    row.setdefault("dict_get_floor", []).append(_seconds(lambda part: _get_all(floor, part), batches))
-                for peer in peers:
-                    row.setdefault(peer.name, []).append(_seconds(getattr(peer, call), batches))
-    per_block = 1e9 / at_once
-    return {
-        name: {peer: round(statistics.median(values) * per_block) for peer, values in row.items()}
-        for name, row in times.items()
+    times: dict[str, dict[str, list[float]]] = {
+        f"{call}_{batch}": {} for call in ("lookup", "touch", "load", "store") for batch in BATCHES
     }
+    clock = _clock_seconds()
+
+    def note(call: str, batch: int, name: str, seconds: float) -> None:
+        net = (seconds - -(-at_once // batch) * clock) / at_once * 1e9
+        times[f"{call}_{batch}"].setdefault(name, []).append(net)
+
+    gc.collect()
+    for batch in BATCHES:
+        for _ in range(rounds):
+            note(
+                "lookup", batch, "dict_get_floor", _seconds(partial(_get_all, floor), _cold(held, rng, at_once, batch))
+            )
+            for peer in peers:
+                spent = _reading_seconds(peer, _cold(held, rng, at_once, batch))
+                for call, seconds in spent.items():
+                    note(call, batch, peer.name, seconds)
+    for batch in BATCHES:
+        for _ in range(rounds):
+            chosen, fresh = fresh[:at_once], fresh[at_once:]
+            for peer in peers:
+                sum(map(hash, chosen))
+                note("store", batch, peer.name, _seconds(peer.store, _cut(chosen, batch)))
+    medians = {call: {name: statistics.median(values) for name, values in row.items()} for call, row in times.items()}
+    own = next(iter(makers))
+    return {
+        "ns_per_block": {call: {name: round(ns) for name, ns in row.items()} for call, row in medians.items()},
+        f"times_faster_{own}": {
+            call: {name: round(ns / row[own], 2) for name, ns in row.items() if name != own}
+            for call, row in medians.items()
+        },
+    }
+
+
+def _cut(keys: list[OffloadKey], batch: int) -> list[list[OffloadKey]]:
+    return [keys[at : at + batch] for at in range(0, len(keys), batch)]
+
+
+def _cold(held: list[OffloadKey], rng: np.random.Generator, count: int, batch: int) -> list[list[OffloadKey]]:
+    return _cut([held[at] for at in rng.integers(0, len(held), count)], batch)
 
 
 def _get_all(index: dict[OffloadKey, int], keys: Keys) -> list[int | None]:
@@ -128,11 +157,29 @@ def _get_all(index: dict[OffloadKey, int], keys: Keys) -> list[int | None]:
     return [get(key) for key in keys]
 
 
+def _clock_seconds() -> float:
+    """Return what reading the clock twice around a call adds."""
+    return min(-time.thread_time() + time.thread_time() for _ in range(1000))
+
+
 def _seconds(call: Callable[[Keys], object], batches: list[list[OffloadKey]]) -> float:
-    begin = time.thread_time()
+    spent = 0.0
     for batch in batches:
+        begin = time.thread_time()
         call(batch)
-    return time.thread_time() - begin
+        spent += time.thread_time() - begin
+    return spent
+
+
+def _reading_seconds(peer: Peer, batches: list[list[OffloadKey]]) -> dict[str, float]:
+    spent = dict.fromkeys(("lookup", "touch", "load"), 0.0)
+    for batch in batches:
+        for call in spent:
+            run_call = getattr(peer, call)
+            begin = time.thread_time()
+            run_call(batch)
+            spent[call] += time.thread_time() - begin
+    return spent
 
 
 def measure_pins(makers: dict[str, Maker], keys: list[OffloadKey], blocks: int) -> dict[str, object]:
@@ -169,14 +216,14 @@ def measure_longest(
         peer = make(blocks)
         fill(peer, keys[:blocks])
         rng = np.random.default_rng(seed)
-        held = blocks
+        held, largest = blocks, max(1, min(1024, blocks // 8))
         pinned: list[tuple[list[OffloadKey], object]] = []
         longest: dict[str, float] = {}
         pauses = _Pauses()
         done = 0
         while done < operations:
-            size = int(rng.integers(64, 1025))
-            at = held - int(rng.integers(size, blocks // 2))
+            size = int(rng.integers(max(1, largest // 16), largest + 1))
+            at = held - int(rng.integers(size, max(size, blocks // 2) + 1))
             some = [keys[i % len(keys)] for i in range(at, at + size)]
             roll = rng.random()
             call, argument = "store", [keys[i % len(keys)] for i in range(held, held + size)]
