@@ -79,16 +79,6 @@ class SharedOffloadRegion:
         progress: Progress | None = None,
         system: preflight.SystemPaths = preflight.SYSTEM,
     ) -> None:
-        if min(num_blocks, num_workers, cpu_page_size) < 1 or not 0 <= (rank or 0) < num_workers:
-            raise UsageError(
-                f"num_blocks {num_blocks}, num_workers {num_workers} and cpu_page_size {cpu_page_size} must be "
-                f"positive, and rank {rank} in 0..{num_workers - 1}"
-            )
-        if total_size_bytes < num_blocks * cpu_page_size * num_workers:
-            raise UsageError(
-                f"{num_blocks} blocks of {num_workers} x {cpu_page_size} bytes need "
-                f"{num_blocks * cpu_page_size * num_workers} bytes, total_size_bytes is {total_size_bytes}"
-            )
         self.total_size_bytes = total_size_bytes
         self.num_blocks = num_blocks
         self.rank = rank
@@ -100,10 +90,11 @@ class SharedOffloadRegion:
         self._worker_offset = (rank or 0) * cpu_page_size
         self._worker_area_end = self._worker_offset + cpu_page_size
         self._file: SharedFile | None = None
-        self._fd = -1
+        self._fd = -1 if fd is None else fd
         self._mapping: Mapping | None = None
         self._pid = os.getpid()
         try:
+            self._check_sizes()
             if instance_id is not None:
                 self.mmap_path = shared_file_path(instance_id, system)
                 self._file = join_or_create(
@@ -119,13 +110,26 @@ class SharedOffloadRegion:
             elif fd is None:
                 self._fd = _sealed_memfd(total_size_bytes, system, progress)
             else:
-                self._fd = fd
                 _check_received(fd, total_size_bytes)
             self._mapping = Mapping.of_file(self.fileno(), total_size_bytes)
             self._populate_own_share(self._mapping, progress)
         except BaseException:
             self._release()
             raise
+
+    def _check_sizes(self) -> None:
+        num_blocks, num_workers, rank, page = self.num_blocks, self.num_workers, self.rank, self.cpu_page_size
+        if min(num_blocks, num_workers, page) < 1 or not 0 <= (rank or 0) < num_workers:
+            raise UsageError(
+                f"num_blocks {num_blocks}, num_workers {num_workers} and cpu_page_size {page} must be "
+                f"positive, and rank {rank} in 0..{num_workers - 1}"
+            )
+        needed = num_blocks * page * num_workers
+        if self.total_size_bytes < needed:
+            raise UsageError(
+                f"{num_blocks} blocks of {num_workers} x {page} bytes need {needed} bytes, "
+                f"total_size_bytes is {self.total_size_bytes}"
+            )
 
     @classmethod
     def receive(cls, sock: socket.socket, rank: int | None, *, progress: Progress | None = None) -> Self:

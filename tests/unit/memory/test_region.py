@@ -428,6 +428,9 @@ def test_what_is_no_region_is_refused_and_closed():
         socket.send_fds(one, [header], [read])
         with pytest.raises(LayoutError, match="expected a sealed region of 800 bytes"):
             SharedOffloadRegion.receive(two, 0)
+        socket.send_fds(one, [header.replace(b'"num_workers": 2', b'"num_workers": 0')], [read])
+        with pytest.raises(UsageError, match="must be positive"):
+            SharedOffloadRegion.receive(two, 0)
         os.close(read)
         os.close(write)
         assert open_fds() == fds
