@@ -13,6 +13,7 @@ BENCHES = {
     "feed": ("kvoffload.cli.bench_feed", "events per second, replay and catch-up"),
     "ranks": ("kvoffload.cli.bench_ranks", "commands to rank processes, as a multiple of a bare round trip"),
     "metrics": ("kvoffload.cli.bench_metrics", "cost of a record and of a scrape"),
+    "service": ("kvoffload.cli.bench_service", "what the async service adds to a copy; waiters and disconnects"),
     "chaos": ("kvoffload.cli.bench_chaos", "random cancels, failures and hangs, with the books checked"),
 }
 

@@ -97,7 +97,7 @@ class TransferBoard:
             self._head_since[transfer.kind] = self._clock()
 
     def poll(self) -> None:
-        """Take what finished, then look for copies that are overdue.
+        """Take what finished.
 
         Raises:
             Exception: What the worker or a handler raised; every completion that was taken is booked.
@@ -108,7 +108,6 @@ class TransferBoard:
                 self.end(result)
             except Exception as error:  # noqa: BLE001 - the other completions would be lost
                 errors.append(error)
-        self.check_deadlines()
         errors += [error for error in self.worker.take_handler_errors().values() if isinstance(error, Exception)]
         if errors:
             raise errors[0]

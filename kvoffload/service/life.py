@@ -323,15 +323,26 @@ class EngineLife(ABC):
     # ---- the rhythm
 
     def _poll(self) -> None:
+        self.take_ended()
+        self.tidy_up()
+
+    def take_ended(self) -> None:
+        """First half of a poll: settle the copies that ended. Who waits for them can go on before the second half."""
         try:
             self.bridge.consume()
-            self._core.absent, self._core.ranks_up = self._board.worker.absent(), self._board.worker.num_up()
             self._board.poll()
         except Exception as error:  # noqa: BLE001 - whatever a handler raises makes the service unhealthy
             self._core.fail("polling the handlers failed", error)
+
+    def tidy_up(self) -> None:
+        """Second half of a poll: what is overdue, who is missing, and the figures."""
+        core, worker = self._core, self._board.worker
+        core.absent, core.ranks_up = worker.absent(), worker.num_up()
+        self._board.check_deadlines()
         self.leases.expire()
         self._settler.settle_fault()
-        self._core.checks.books(self._core.manager.stats)
+        self._settler.count_ended()
+        core.checks.books(core.manager.stats)
         self.telemetry.serve()
 
     def break_down(self, reason: str, error: BaseException) -> None:

@@ -70,6 +70,7 @@ class OffloadService:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._flush_scheduled = False
+        self._tidy_scheduled = False
         self._entered = False
         self._closing: Closing | None = None
         self._lag_probe: LoopLagProbe | None = None
@@ -220,13 +221,25 @@ class OffloadService:
     # ---- the engine's rhythm
 
     def _on_readable(self) -> None:
-        try:
-            self.engine.poll()
-        except Exception as error:  # noqa: BLE001 - a raising reader would be called for ever
-            if self.engine.closed:
-                return
-            self.engine.break_down("polling the engine failed", error)
+        """Settle what ended; whoever awaited it is resumed before the rest of the poll."""
+        self._guarded(self.engine.take_ended)
+        self.room.next()
+        if not self._tidy_scheduled:
+            self._tidy_scheduled = True
+            self.loop.call_soon(self._tidy_up)
+
+    def _tidy_up(self) -> None:
+        self._tidy_scheduled = False
+        self._guarded(self.engine.tidy_up)
         self._after_poll()
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        if self.engine.closed:
+            return
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - a raising reader would be called for ever
+            self.engine.break_down("polling the engine failed", error)
 
     def _after_poll(self) -> None:
         self.room.next()

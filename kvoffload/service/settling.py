@@ -7,7 +7,7 @@ from typing import cast
 
 from kvoffload.service.board import TransferBoard
 from kvoffload.service.core import Core
-from kvoffload.service.jobs import Job, JobState, Transfer
+from kvoffload.service.jobs import Job, JobKind, JobState, Transfer
 from kvoffload.service.loads import LoadDesk
 from kvoffload.service.results import StoreReason
 from kvoffload.service.stores import StoreDesk
@@ -25,6 +25,7 @@ class Settler:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._broken_down = False
+        self._uncounted: list[tuple[JobKind, int, bool, TransferResult]] = []
 
     def attach(self, board: TransferBoard, loads: LoadDesk, stores: StoreDesk) -> None:
         """Name whom to route to; once, before the first transfer."""
@@ -36,20 +37,8 @@ class Settler:
         Raises:
             Exception: The first that settling a job raised; all were tried.
         """
-        core = self._core
-        metrics, kind = core.metrics, transfer.kind
-        metrics.count("transfers", 1, kind)
-        if any(job.state is JobState.HUNG for job in transfer.jobs):
-            metrics.count("late_completions", 1, kind)
-        if result.queue_time is not None:
-            metrics.observe("transfer_queue_seconds", result.queue_time, kind)
-        if result.transfer_time is not None:
-            metrics.observe("transfer_copy_seconds", result.transfer_time, kind)
-        if result.success:
-            metrics.count("transfer_bytes", transfer.num_bytes, kind)
-            metrics.observe("transfer_size_bytes", transfer.num_bytes, kind)
-        else:
-            metrics.count("transfer_failures", 1, kind)
+        late = any(job.state is JobState.HUNG for job in transfer.jobs)
+        self._uncounted.append((transfer.kind, transfer.num_bytes, late, result))
         desk = self._loads if transfer.kind == "load" else self._stores
         errors: list[Exception] = []
         for job in transfer.jobs:
@@ -59,6 +48,26 @@ class Settler:
                 errors.append(error)
         if errors:
             raise errors[0]
+
+    def count_ended(self) -> None:
+        """Count the transfers that ended since the last call."""
+        if not self._uncounted:
+            return
+        ended, self._uncounted = self._uncounted, []
+        metrics = self._core.metrics
+        for kind, num_bytes, late, result in ended:
+            metrics.count("transfers", 1, kind)
+            if late:
+                metrics.count("late_completions", 1, kind)
+            if result.queue_time is not None:
+                metrics.observe("transfer_queue_seconds", result.queue_time, kind)
+            if result.transfer_time is not None:
+                metrics.observe("transfer_copy_seconds", result.transfer_time, kind)
+            if result.success:
+                metrics.count("transfer_bytes", num_bytes, kind)
+                metrics.observe("transfer_size_bytes", num_bytes, kind)
+            else:
+                metrics.count("transfer_failures", 1, kind)
 
     def hung(self, transfer: Transfer) -> None:
         """Answer the jobs of a transfer that outlived its deadline; their GPU blocks stay held."""

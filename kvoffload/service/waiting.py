@@ -33,6 +33,7 @@ class Resolver:
         self._batch = batch
         self._queue: deque[Wait] = deque()
         self._scheduled = False
+        self._left = 0
         self._deadlines: list[tuple[float, int, Wait]] = []
         self._numbers = itertools.count()
         self._num_over = 0
@@ -41,21 +42,27 @@ class Resolver:
         self._open: set[Wait] = set()
 
     def resolve(self, future: Wait) -> None:
-        """Give `future` True in this pass or a later one; one that is done by then is skipped."""
-        self._queue.append(future)
+        """Give `future` True now, or in a later pass when this one had its share; one that is done is skipped."""
         if not self._scheduled:
             self._scheduled = True
+            self._left = self._batch
             self.loop.call_soon(self._run)
+        if self._queue or not self._left:
+            self._queue.append(future)
+        elif not future.done():
+            self._left -= 1
+            future.set_result(True)
 
     def _run(self) -> None:
-        self._scheduled = False
-        queue = self._queue
-        for _ in range(min(self._batch, len(queue))):
+        """A new pass."""
+        queue, self._left = self._queue, self._batch
+        while queue and self._left:
             future = queue.popleft()
             if not future.done():
+                self._left -= 1
                 future.set_result(True)
-        if queue:
-            self._scheduled = True
+        self._scheduled = bool(queue) or not self._left
+        if self._scheduled:
             self.loop.call_soon(self._run)
 
     async def wait(self, future: Wait, seconds: float | None) -> bool:

@@ -73,14 +73,14 @@ def test_ten_thousand_waiters_on_a_hundred_prefixes_cost_a_hundred_wake_ups(loop
                     jobs.append(request.store(computed_tokens=BLOCK, ready="host-visible"))
                 await asyncio.sleep(0)
             polls = 0
-            poll = service.engine.poll
+            poll = service.engine.take_ended
 
             def counted():
                 nonlocal polls
                 polls += 1
                 return poll()
 
-            monkeypatch.setattr(service.engine, "poll", counted)
+            monkeypatch.setattr(service.engine, "take_ended", counted)
 
             async def reader(seed, number):
                 table = [prefixes + 2 * seed, prefixes + 2 * seed + 1]
