@@ -13,22 +13,16 @@ import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 from pydantic_core import ErrorDetails
 
+from kvoffload.config_values import SIZE, block_sizes, integer, items, real, size_in_bytes, switch
 from kvoffload.errors import ConfigError
 from kvoffload.keys import GroupLayout
 
-_UNITS = {
-    "": 1, "b": 1,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 _ENV_PREFIX = "KVOFFLOAD_"
 # What Kubernetes injects into every pod for a Service whose name starts with "kvoffload".
 _KUBERNETES_LINK = re.compile(
@@ -36,75 +30,16 @@ _KUBERNETES_LINK = re.compile(
 )
 
 
-def parse_bytes(value: object, *, key: str = "size") -> int:
-    """Return a size in bytes from an int, or from text such as `"1048576"`, `"10GB"` (decimal) or `"8GiB"` (binary).
-
-    Raises:
-        ConfigError: The value is no positive whole number of bytes; the message names `key` and the value.
-    """
-    try:
-        return _size(value)
-    except ValueError as error:
-        raise ConfigError(f"{key} {error}; got {value!r}") from None
-
-
-def _size(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    if isinstance(value, str) and (match := _SIZE.fullmatch(value)) and (unit := _UNITS.get(match[2].lower())):
-        size = Fraction(match[1]) * unit
-        if size > 0 and size.denominator == 1:
-            return int(size)
-    raise ValueError("must be a positive size in bytes, such as 1048576, '512MiB' or '10GB'")
-
-
-def _integer(value: object) -> object:
-    """Accept ints and decimal text; bools and floats are mistakes, not numbers."""
-    if isinstance(value, bool | float) or (isinstance(value, str) and not re.fullmatch(r"\s*-?\d+\s*", value)):
-        raise ValueError("must be a whole number")
-    return value
-
-
-def _real(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("must be a number")  # noqa: TRY004 - pydantic collects ValueErrors
-    return value
-
-
-def _items(value: object) -> object:
-    """Accept `"a,b"` for a list: environment variables hold text."""
-    if isinstance(value, str):
-        return tuple(item.strip() for item in value.split(",") if item.strip())
-    return value
-
-
-def _block_sizes(value: object) -> object:
-    value = _items(value)
-    if isinstance(value, tuple | list):
-        if not value:
-            raise ValueError("must name at least one group")
-        sizes = tuple(_positive(item) for item in value)
-        return sizes[0] if len(sizes) == 1 else sizes
-    return _positive(value)
-
-
-def _positive(value: object) -> int:
-    _integer(value)
-    if not isinstance(value, int | str) or int(value) < 1:
-        raise ValueError("must be a positive whole number of tokens, or one for each KV-cache group")
-    return int(value)
-
-
 Size = Annotated[
     int,
-    BeforeValidator(_size),
+    BeforeValidator(size_in_bytes),
     WithJsonSchema(
-        {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "pattern": _SIZE.pattern}]}
+        {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "pattern": SIZE.pattern}]}
     ),
 ]
-Integer = Annotated[int, BeforeValidator(_integer)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_real)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_items)]
+Integer = Annotated[int, BeforeValidator(integer)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(real)]
+Names = Annotated[tuple[str, ...], BeforeValidator(items)]
 
 
 class _Model(BaseModel):
@@ -177,7 +112,7 @@ class EventsConfig(_Model):
     bind: bool | Literal["auto"] = True
     """True binds, False connects, "auto" follows vLLM: it connects unless the host is a wildcard or the path local."""
     consumer: Annotated[
-        tuple[Literal["vllm", "dynamo", "llm-d", "vllm-router", "aibrix"], ...], BeforeValidator(_items)
+        tuple[Literal["vllm", "dynamo", "llm-d", "vllm-router", "aibrix"], ...], BeforeValidator(items)
     ] = ("vllm",)
     """Whom this endpoint must suit; sets encoding, topic, contiguity and sequence start where they are not given."""
     pod: str | None = None
@@ -188,7 +123,7 @@ class EventsConfig(_Model):
     """Data-parallel rank in each batch; added to the ports."""
     ranks: Integer = Field(default=1, ge=1)
     """Data-parallel ranks on this host: their ports must not overlap."""
-    media: Annotated[tuple[Literal["GPU", "CPU", "STORAGE"], ...], BeforeValidator(_items)] = ("GPU", "CPU")
+    media: Annotated[tuple[Literal["GPU", "CPU", "STORAGE"], ...], BeforeValidator(items)] = ("GPU", "CPU")
     """Media that are announced."""
     merge_from: Names = ()
     """Feeds of the engine that are merged into this one."""
@@ -226,12 +161,10 @@ class EventsConfig(_Model):
 
 def _events(value: object) -> object:
     """Accept a switch where only the defaults are wanted."""
-    text = value.strip().lower() if isinstance(value, str) else value
-    if text is True or text in ("true", "on", "1"):
-        return EventsConfig()
-    if text is False or text in ("false", "off", "0", ""):
-        return None
-    return value
+    on = switch(value)
+    if on is None:
+        return value
+    return EventsConfig() if on else None
 
 
 class OffloadConfig(_Model):
@@ -239,7 +172,7 @@ class OffloadConfig(_Model):
 
     cpu_bytes_to_use: Size
     """Host memory for all ranks together, in bytes or with a unit ("8GiB", "10GB")."""
-    gpu_block_size: Annotated[int | tuple[int, ...], BeforeValidator(_block_sizes)]
+    gpu_block_size: Annotated[int | tuple[int, ...], BeforeValidator(block_sizes)]
     """Tokens in one of the engine's own blocks; one number for each KV-cache group where they differ."""
     block_size: Integer | None = None
     """Tokens in one offloaded block, a multiple of gpu_block_size; default: as gpu_block_size."""
@@ -361,7 +294,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a table of keys and values, got {_shown(values)}")
@@ -370,6 +303,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 def _read_env(model: type[BaseModel], env: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
+    events: dict[str, Any] = {}
     for name, text in env.items():
         rest = name.removeprefix(_ENV_PREFIX)
         if rest == name or _KUBERNETES_LINK.fullmatch(rest):
@@ -380,7 +314,12 @@ def _read_env(model: type[BaseModel], env: Mapping[str, str]) -> dict[str, Any]:
         if len(below) > (first == "events") or leaf not in known:
             raise ConfigError(f"{name}: {_unknown_key(rest.lower(), known)}")
         value = None if text.strip().lower() in ("none", "null") else text
-        _merge(values, {"events": {leaf: value}} if below else {first: value})
+        if below:
+            events[leaf] = value
+        else:
+            values[first] = value
+    if events and ("events" not in values or switch(values["events"])):  # variables have no order: "off" is off
+        values["events"] = events
     return values
 
 
@@ -389,5 +328,5 @@ def _merge(values: dict[str, Any], source: Mapping[str, Any]) -> None:
         below = values.get(key)
         if isinstance(value, Mapping) and isinstance(below, dict):
             _merge(below, value)
-        else:
+        elif not (key == "events" and isinstance(below, dict) and switch(value)):  # "on" keeps what was said before
             values[key] = dict(value) if isinstance(value, Mapping) else value

@@ -41,7 +41,7 @@ def capacity(text: str) -> Capacity:
 
 def size(text: str) -> int:
     """Read bytes, with or without a unit."""
-    from kvoffload.config import parse_bytes
+    from kvoffload.config_values import parse_bytes
 
     try:
         return parse_bytes(text)

@@ -186,8 +186,13 @@ async def test_closing_twice_at_once_drains_and_later_calls_are_refused():
         closers[0].cancel()
         rig.stores.finish_all()
         await closers[1]
-        with pytest.raises(kv.ClosedError):
-            service.request("x", service.chain(), gpu_blocks=[], free=None) and service.check_open()
+        late = service.request("x", service.chain(tokens(8)), gpu_blocks=[0, 1], free=rig.free)
+        for call in (late.__aenter__, service.drain, service.reset_cache):
+            with pytest.raises(kv.ClosedError):
+                await call()
+        for refused in (lambda: service.abort("r"), service.pause_stores, lambda: service.explain("r")):
+            with pytest.raises(kv.ClosedError):
+                refused()
     assert sorted(rig.freed) == [0, 1]
 
 

@@ -3,9 +3,11 @@
 import json
 import pickle
 
+import numpy as np
 import pytest
 
-from kvoffload.config import EventsConfig, OffloadConfig, parse_bytes
+from kvoffload.config import EventsConfig, OffloadConfig
+from kvoffload.config_values import parse_bytes
 from kvoffload.errors import ConfigError
 
 GOOD = {"cpu_bytes_to_use": "1GiB", "gpu_block_size": 16}
@@ -224,3 +226,36 @@ def test_file_that_cannot_be_used_is_named(tmp_path, name, text, expected):
     with pytest.raises(ConfigError, match=expected) as caught:
         OffloadConfig.load(path, env={})
     assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("switched", ["true", "off", "none"])
+def test_variables_of_the_feed_mean_the_same_in_any_order(switched):
+    env = {"KVOFFLOAD_EVENTS": switched, "KVOFFLOAD_EVENTS__POD": "pod-1"}
+    reverse = dict(reversed(env.items()))
+    expected = EventsConfig(pod="pod-1") if switched == "true" else None
+    for variables in (env, reverse):
+        assert OffloadConfig.load(env=variables, **GOOD).events == expected
+
+
+def test_switching_the_feed_on_keeps_what_a_file_says_about_it(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text('[events]\npod = "pod-1"\n')
+    assert OffloadConfig.load(path, env={"KVOFFLOAD_EVENTS": "true"}, **GOOD).events == EventsConfig(pod="pod-1")
+    assert OffloadConfig.load(path, env={"KVOFFLOAD_EVENTS": "off"}, **GOOD).events is None
+
+
+def test_integers_of_numpy_are_integers():
+    counted = config(cpu_bytes_to_use=np.int64(1 << 20), gpu_block_size=np.int32(16), store_threshold=np.uint8(2))
+    assert counted == config(cpu_bytes_to_use=1 << 20, gpu_block_size=16, store_threshold=2)
+
+
+def test_a_decimal_size_is_exact():
+    assert parse_bytes("1.1GB") == 1_100_000_000
+    assert parse_bytes("9007199254740993.5kb") == 9_007_199_254_740_993_500
+
+
+def test_a_file_nested_without_end_cannot_be_read(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        OffloadConfig.load(path, env={})
