@@ -81,7 +81,7 @@ def stop(*_):
         raise StopError
 
 
-def front():
+def front(stage):
     while True:
         try:
             workers = RemoteWorkers(WORLD, address=ADDRESS, join_timeout=120)
@@ -90,11 +90,22 @@ def front():
             time.sleep(0.005)
     with kv.OffloadEngine(CONFIG, workers=workers) as engine:
         say("front up")
+        if stage == "with a fork":
+            hold_everything()
         number = 0
         while not ASKED["stop"]:
             serve(engine, number)
             number += 1
     say("front closed")
+
+
+def hold_everything():
+    """Leave a fork that holds what this process has open, and does nothing."""
+    pid = os.fork()
+    if pid:
+        say(f"held {pid}")
+    while not pid:
+        time.sleep(60)
 
 
 def serve(engine, number):
@@ -156,7 +167,7 @@ def main():
             signal.signal(signal.SIGTERM, stop)
             if role == "front":
                 arm(words[0])
-                front()
+                front(words[0])
             else:
                 number, stage = words[0].split(" ", 1)
                 arm(stage)

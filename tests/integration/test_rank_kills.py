@@ -140,6 +140,24 @@ def test_ranks_join_the_next_front_end_when_theirs_was_killed_at_any_stage(insta
     instance.stop()
 
 
+def test_fork_of_a_killed_front_end_holds_nobody_back(instance):
+    """Its copies of the connections and of the listening socket neither hide the death nor keep the address."""
+    for role in ("rank 0", "rank 1"):
+        instance.fork(role)
+    instance.fork("front", "with a fork")
+    held = os.pidfd_open(int(instance.hear("held").split()[1]))
+    instance.hear("served")
+    instance.send("front", signal.SIGKILL)
+    instance.gone("front")
+    instance.fork("front")
+    instance.forget()
+    instance.hear("served")
+    assert not meeting.has_ended(held)
+    instance.stop()
+    signal.pidfd_send_signal(held, signal.SIGKILL)
+    os.close(held)
+
+
 @pytest.mark.slow
 def test_two_hundred_random_kills_corrupt_nothing_and_leave_nothing(instance):
     rng = random.Random(8)

@@ -18,7 +18,9 @@ import select
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,6 +62,8 @@ class _Peer:
     greeted: bool = False
 
     def close(self) -> None:
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)  # the other end hears of it even if a fork holds the connection
         self.sock.close()
         os.close(self.pidfd)
 
@@ -69,6 +73,18 @@ class _Stranger:
     sock: socket.socket
     pid: int
     until_seconds: float
+
+
+_listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _free_addresses_in_fork() -> None:
+    """Close a fork's copies of listening sockets: they would keep the address taken when this process has gone."""
+    for listener in _listeners:
+        listener.close()
+
+
+os.register_at_fork(after_in_child=_free_addresses_in_fork)
 
 
 class RankChannel:
@@ -109,6 +125,7 @@ class RankChannel:
         self._region: SharedOffloadRegion | None = None
         self._stopping = False
         self._listener = meeting.listen(address)
+        _listeners.add(self._listener)
         self._wake = CompletionBridge()
         self._context = zmq.Context()
         self._socket_lock = threading.Lock()

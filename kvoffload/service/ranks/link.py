@@ -53,7 +53,8 @@ class Link:
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the connection and unmap the region."""
+        """End the connection, also where a fork holds it, and unmap the region."""
+        self.hang_up()
         self.sock.close()
         os.close(self.pidfd)
         if self.region is not None:
