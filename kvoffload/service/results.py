@@ -85,7 +85,7 @@ class StoreResult:
         rejected: Not stored for `reason`.
         failed: Reserved, but the copy failed or did not end in time.
         evicted: Dropped from the cache to make room.
-        reason: Why blocks were rejected or failed.
+        reason: Why blocks were rejected or failed; where a copy failed after some were rejected, why it failed.
         error: The exception behind a failed copy.
     """
 

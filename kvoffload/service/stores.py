@@ -248,8 +248,8 @@ class StoreDesk:
         core.release_job(job)
         return job
 
-    def _count(self, result: StoreResult) -> None:
-        """Count offered blocks by outcome, in offloaded blocks."""
+    def _count(self, result: StoreResult, verdict: StoreResult | None = None) -> None:
+        """Count offered blocks by outcome, in offloaded blocks; those that `verdict` rejected keep its reason."""
         metrics, factor = self._core.metrics, self._core.geometry.groups[0].factor
         for outcome, amount in (
             ("stored", result.stored),
@@ -260,8 +260,13 @@ class StoreDesk:
         ):
             if amount:
                 metrics.count("store_blocks", amount // factor, outcome)
-        if result.rejected or result.failed:
-            metrics.count("unstored_blocks", (result.rejected + result.failed) // factor, result.reason or "other")
+        at_once = verdict.rejected if verdict is not None else 0
+        for reason, amount in (
+            (verdict.reason if verdict is not None else None, at_once),
+            (result.reason, result.rejected + result.failed - at_once),
+        ):
+            if amount:
+                metrics.count("unstored_blocks", amount // factor, reason or "other")
 
     def flush(self) -> None:
         """Submit all queued offers as one transfer."""
@@ -312,7 +317,7 @@ class StoreDesk:
         core.forget_writing(job)
         verdict = job.verdict or StoreResult()
         job.result = replace(verdict, stored=0, rejected=verdict.rejected + verdict.stored, reason=reason)
-        self._count(job.result)
+        self._count(job.result, verdict)
         self._release(job)
         core.finish_job(job)
         core.release_job(job)
@@ -344,7 +349,7 @@ class StoreDesk:
                 core.history.note(job.keys, "failed", core.clock())
             why: StoreReason = reason if not success else "reset"
             job.result = replace(verdict, stored=0, failed=verdict.stored, reason=why, error=error)
-        self._count(job.result)
+        self._count(job.result, verdict)
         self._release(job)
         core.finish_job(job)
         core.release_job(job)
@@ -358,7 +363,7 @@ class StoreDesk:
         verdict = job.verdict or StoreResult()
         job.move(JobState.HUNG)
         job.result = replace(verdict, stored=0, failed=verdict.stored, reason=reason, error=error)
-        self._count(job.result)
+        self._count(job.result, verdict)
         core.finish_job(job)
 
     def _release(self, job: Job) -> None:

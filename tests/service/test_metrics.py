@@ -191,6 +191,36 @@ async def test_a_failed_copy_counts_one_failure_and_a_reset_counts_none():
         assert now("unserved_loads_total", reason="reset") == 1
 
 
+@pytest.mark.parametrize("way", ["stored", "copy_failed", "deadline", "aborted"])
+async def test_blocks_rejected_for_want_of_space_keep_that_reason_whatever_becomes_of_the_rest(way):
+    clock = ManualClock()
+    rig = Rig(capacity=2, store_deadline_seconds=3.0)
+    async with rig.service(clock=clock) as service:
+        rig.stores.hold()
+        if way == "copy_failed":
+            rig.stores.fail_next(OSError("bad link"))
+        chain_ = service.chain(tokens(4 * BLOCK))
+        async with service.request("half", chain_, gpu_blocks=[0, 1, 2, 3], free=None) as request:
+            job = request.store(computed_tokens=4 * BLOCK, ready="host-visible")
+            if way == "aborted":
+                service.abort("half")
+            else:
+                while not rig.stores.pending_jobs():
+                    await asyncio.sleep(0)
+            if way == "deadline":
+                clock.advance(4)
+                service.engine.poll()
+            rig.stores.resume()
+            rig.stores.finish_all()
+            await job
+        now = await scrape(service)
+        assert now("unstored_blocks_total", reason="no_space") == 2
+        rest = 0 if way == "stored" else 2
+        assert now("unstored_blocks_total") == 2 + rest
+        assert now("unstored_blocks_total", reason=way) == rest
+        assert now("store_blocks_total") == 4
+
+
 async def test_an_unhealthy_service_says_so_in_its_gauge():
     """A-P6, the gauge; the probes are the ASGI application's."""
     rig = Rig()
