@@ -17,12 +17,13 @@ def checked_manager(policy, threshold, capacity):
     manager = CPUOffloadingManager(capacity, policy, enable_events=True)
     if threshold:
         manager = FilterReusedOffloadingManager(manager, threshold, max_tracker_size=len(KEYS))
-    return CheckedManager(manager, capacity, threshold)
+    plain = policy != "adaptive"  # it keeps prefixes whole and lets new tails wait, so it may refuse or decline
+    return CheckedManager(manager, capacity, threshold, refuses_only_when_full=plain, admits_all=plain)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threshold", [0, 2])
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", ["lru", "arc", "adaptive"])
 def test_laws_hold_over_long_random_runs(policy, threshold):
     for seed, capacity in enumerate([0, 1, 3, 6, 9, 20, 7, 8, 5, 12]):
         caller = RandomCaller(checked_manager(policy, threshold, capacity), KEYS, f"{policy} {threshold} {seed}")
@@ -35,7 +36,11 @@ requests = st.sampled_from([None, "r0", "r1"])
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    @initialize(policy=st.sampled_from(["lru", "arc"]), threshold=st.sampled_from([0, 2]), capacity=st.integers(0, 8))
+    @initialize(
+        policy=st.sampled_from(["lru", "arc", "adaptive"]),
+        threshold=st.sampled_from([0, 2]),
+        capacity=st.integers(0, 8),
+    )
     def begin(self, policy, threshold, capacity):
         self.checked = checked_manager(policy, threshold, capacity)
 

@@ -342,9 +342,9 @@ class RandomCaller:
         self.keys = keys
         self.rng = random.Random(seed)
         self.calls = [
-            (14, self.lookup), (4, self.lookup_prefix), (14, self.touch), (12, self.load), (14, self.end_load),
-            (22, self.store), (22, self.end_store), (3, self.abandon), (2, self.discard), (0.3, self.reset),
-            (3, self.finish), (3, self.events),
+            (14, self.lookup), (4, self.lookup_prefix), (12, self.touch), (2, self.refresh), (12, self.load),
+            (14, self.end_load), (22, self.store), (22, self.end_store), (3, self.abandon), (2, self.discard),
+            (0.3, self.reset), (3, self.finish), (3, self.events),
         ]  # fmt: skip
         self.weights = [weight for weight, _ in self.calls]
 
@@ -378,6 +378,10 @@ class RandomCaller:
 
     def touch(self):
         self.checked.touch(self.some())
+
+    def refresh(self):
+        target = getattr(self.checked.manager, "_backing", self.checked.manager)
+        target.refresh(self.some())
 
     def load(self):
         ready = sorted(self.checked.held.keys() - self.checked.writing)

@@ -68,6 +68,12 @@ class PlainARC(CachePolicy):
                 self.target_t1_size = max(self.target_t1_size - delta, 0)
                 self.b2.move_to_end(key)
 
+    def refresh(self, keys):
+        for key in reversed(list(keys)):
+            for part in (self.t1, self.t2):
+                if key in part:
+                    part.move_to_end(key)
+
     def evict(self, n, protected):
         chosen, taken, t1_size = [], set(), len(self.t1)
 
