@@ -120,6 +120,13 @@ class RankBook:
             return None
         return self._batch([state])
 
+    def take_each(self) -> dict[int, bytes]:
+        """Return for each rank what it has not got yet; ranks that lack the same get the same message."""
+        behind = {index: state for index, state in enumerate(self._ranks) if state.up and state.sent != self._number}
+        if len({state.sent for state in behind.values()}) == 1:
+            return dict.fromkeys(behind, self._batch(list(behind.values())))
+        return {index: self._batch([state]) for index, state in behind.items()}
+
     def take_common(self) -> bytes:
         """Return what some rank has not got yet, as one message for all; they must all get every message."""
         states = [state for state in self._ranks if state.up]

@@ -40,6 +40,7 @@ Transport = Literal["zmq", "piggyback"]
 _HELLO_SECONDS = 5.0
 _IDLE_MILLISECONDS = 1000
 _BACK_OFF_SECONDS = 0.1
+_MESSAGES_AT_A_TIME = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -358,10 +359,8 @@ class RankChannel:
 
     def _send(self, router: zmq.Socket[bytes]) -> None:
         with self._lock:
-            batches = [(peer, self._book.take(rank)) for rank, peer in self._peers.items()]
+            batches = [(self._peers[rank], batch) for rank, batch in self._book.take_each().items()]
         for peer, batch in batches:
-            if batch is None:
-                continue
             try:
                 router.send(peer.identity, zmq.SNDMORE | zmq.DONTWAIT)
                 router.send(batch, zmq.DONTWAIT)
@@ -372,12 +371,17 @@ class RankChannel:
 
     def _receive(self, router: zmq.Socket[bytes]) -> None:
         messages: list[tuple[bytes, bytes]] = []
-        with self._socket_lock:
-            while int(router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                first, *_, last = router.recv_multipart(zmq.DONTWAIT)
-                messages.append((first, last))
-        for identity, data in messages:
-            self._take(identity, data)
+        more = True
+        while more:
+            messages.clear()
+            with self._socket_lock:  # for some messages at a time: the owner may wait for it
+                while more and len(messages) < _MESSAGES_AT_A_TIME:
+                    more = bool(int(router.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+                    if more:
+                        first, *_, last = router.recv_multipart(zmq.DONTWAIT)
+                        messages.append((first, last))
+            for identity, data in messages:
+                self._take(identity, data)
 
     def _take(self, identity: bytes, data: bytes) -> None:
         """Book one message; anybody can connect, so only what fits a peer counts."""

@@ -118,9 +118,14 @@ def command(job: int, spec: TransferSpec, step: int) -> Command:
 
 
 def transfer_spec(order: Command) -> TransferSpec:
-    """Return the transfer that a command asks for."""
-    gpu = GPULoadStoreSpec(np.frombuffer(order.gpu, "<i8").copy(), order.group_sizes, order.block_indices)
-    cpu = CPULoadStoreSpec(np.frombuffer(order.cpu, "<i8").copy())
+    """Return the transfer that a command asks for; its specs were checked where it was made.
+
+    Raises:
+        ValueError: Block ids are cut off.
+    """
+    gpu = GPULoadStoreSpec.of_blocks(np.frombuffer(order.gpu, "<i8"))
+    gpu.group_sizes, gpu.block_indices = tuple(order.group_sizes), tuple(order.block_indices)
+    cpu = CPULoadStoreSpec.of_blocks(np.frombuffer(order.cpu, "<i8"))
     return (gpu, cpu) if order.store else (cpu, gpu)
 
 

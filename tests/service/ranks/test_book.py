@@ -118,3 +118,15 @@ def test_commands_are_numbered_in_order(book):
     batch = decode_commands(book.take(0))
     assert (batch.first, len(batch.commands), batch.epoch) == (2, 2, 42)
     assert len(decode_commands(book.take(1)).commands) == 3
+
+
+def test_ranks_that_lack_the_same_get_the_same_message(book):
+    book.submit(COMMAND)
+    both = book.take_each()
+    assert both[0] is both[1]
+    assert book.take_each() == {}
+    book.submit(COMMAND)
+    book.take(0)
+    book.submit(COMMAND)
+    each = {rank: decode_commands(batch) for rank, batch in book.take_each().items()}
+    assert {rank: (batch.first, len(batch.commands)) for rank, batch in each.items()} == {0: (3, 1), 1: (2, 2)}
