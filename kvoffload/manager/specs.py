@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvoffload.errors import UsageError
 
+_MAX_ID = np.iinfo(np.int64).max
 BlockIds = Sequence[int] | npt.NDArray[np.integer]
 
 
@@ -44,6 +45,8 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec, ABC):
             raise UsageError(f"block_ids must be a flat list of integers, got {ids.dtype} of shape {ids.shape}")
         if ids.size and int(ids.min()) < 0:
             raise UsageError(f"block ids must not be negative, got {int(ids.min())}")
+        if ids.dtype == np.uint64 and ids.size and int(ids.max()) > _MAX_ID:
+            raise UsageError(f"block ids must fit in 63 bits, got {int(ids.max())}")
         self.block_ids: npt.NDArray[np.int64] = ids.astype(np.int64, copy=not isinstance(block_ids, np.ndarray))
         self.ticket = ticket
 

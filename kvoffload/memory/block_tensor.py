@@ -16,6 +16,9 @@ from kvoffload.errors import LayoutError
 TensorLike: TypeAlias = Any
 """A torch tensor, a numpy array, a `BlockTensor`, or an object with an array interface."""
 
+_NUMERIC = "biufcV"
+"""Kinds of the array interface whose size in bytes stands in the type string."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockTensor:
@@ -121,9 +124,10 @@ def strided_memory(tensor: TensorLike, what: str = "tensor") -> StridedMemory:
         if interface is None:
             interface = getattr(tensor, "__cuda_array_interface__", None)
             device = f"cuda:{getattr(getattr(tensor, 'device', None), 'id', 0)}"
-        if interface is None or interface["typestr"][1] == "O":
+        if interface is None or interface["typestr"][1] not in _NUMERIC:
             raise LayoutError(
-                f"{what}: {type(tensor).__name__} is not a tensor: pass a torch tensor, a numpy array, or a BlockTensor"
+                f"{what}: {type(tensor).__name__} is not a tensor of numbers: pass a torch tensor, a numpy array, or "
+                "a BlockTensor"
             )
         address, read_only = interface["data"]
         if read_only:

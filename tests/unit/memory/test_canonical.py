@@ -116,7 +116,9 @@ WRONG = {
     ),
     "tuple of three": (lambda z: (z(10, 8),) * 3, {}, "a tuple of 3.*tuple \\(K, V\\)"),
     "tuple of a slice": (lambda z: (z(10, 8), z(10, 4, 8)[:, :, :4]), {}, r"layer 'x' \(V\)"),
-    "not a tensor": (lambda z: "cache", {}, "str is not a tensor: pass a torch tensor, a numpy array"),
+    "not a tensor": (lambda z: "cache", {}, "str is not a tensor of numbers: pass a torch tensor, a numpy array"),
+    "dates": (lambda z: np.zeros((4, 8), "M8[s]"), {}, "not a tensor of numbers"),
+    "text": (lambda z: np.zeros((4, 8), "U5"), {}, "not a tensor of numbers"),
     "empty": (lambda z: z(0, 8), {"block_dim": 0}, "no memory behind it"),
 }
 
