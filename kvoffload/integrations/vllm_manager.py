@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -28,77 +28,25 @@ from vllm.v1.kv_offload.base import OffloadingEvent as VllmEvent
 from vllm.v1.kv_offload.base import ReqContext as VllmContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvoffload.errors import UsageError
 from kvoffload.integrations.vllm_feed import Feed
 from kvoffload.integrations.vllm_metrics import ManagerMetrics
 from kvoffload.integrations.vllm_recency import (
     FINISH_POLICIES,
     RequestUses,
     RequestwiseARC,
-    UsesContext,
     request_keys,
 )
 from kvoffload.integrations.vllm_requests import GroupView, RequestView
+from kvoffload.integrations.vllm_state import HostBlocks, Job, RequestState, request_context
 from kvoffload.keys import OffloadKey
 from kvoffload.manager.base import ReqContext, RequestOutcome
 from kvoffload.manager.cpu import CPUOffloadingManager
 from kvoffload.manager.reuse_filter import FilterReusedOffloadingManager
-from kvoffload.manager.specs import CPULoadStoreSpec, LoadStoreSpec
 
 _ANYONE = ReqContext()
 """For lookups that the adapter itself counts once a request."""
 
 _HIT, _MISS, _PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
-
-
-class HostBlocks(CPULoadStoreSpec):
-    """Rows of host memory for one job, as the worker receives them.
-
-    Attributes:
-        req_id: Request that the job belongs to; the worker names it when a load failed.
-    """
-
-    req_id: str
-
-    @classmethod
-    def of(cls, spec: LoadStoreSpec, req_id: str) -> HostBlocks:
-        """Return the same rows for a request."""
-        if not isinstance(spec, CPULoadStoreSpec):
-            raise UsageError(f"not blocks of host memory: {spec!r}")
-        blocks = cls.of_blocks(spec.block_ids, spec.ticket)
-        blocks.req_id = req_id
-        return blocks
-
-
-class _Job(NamedTuple):
-    """One reservation: its ticket, and its keys in the manager's order."""
-
-    ticket: int
-    keys: list[OffloadKey]
-    is_store: bool
-
-
-class _Request:
-    """What the adapter knows of one vLLM request; kept in vLLM's own request context."""
-
-    __slots__ = ("announced", "context", "generation", "last_miss", "loads", "pending_since", "stores")
-
-    def __init__(self, context: UsesContext, generation: int) -> None:
-        self.context = context
-        self._start(generation)
-
-    def restart(self, generation: int) -> None:
-        """Forget what was done with a cache that is no more."""
-        self.context.uses = RequestUses()
-        self._start(generation)
-
-    def _start(self, generation: int) -> None:
-        self.generation = generation
-        self.announced = False
-        self.stores: list[_Job] = []
-        self.loads: list[_Job] = []
-        self.pending_since: float | None = None
-        self.last_miss: OffloadKey | None = None
 
 
 class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyped here
@@ -146,9 +94,9 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
         self._recency_only = cache_policy == "lru"
         self._tokens_per_hash = tokens_per_hash
         self._generation = 0
-        self._open: dict[int, _Job] = {}
+        self._open: dict[int, Job] = {}
         self._failed: set[int] = set()
-        self._reset: list[_Job] = []
+        self._reset: list[Job] = []
         self._closed_to: set[str] = set()
         self._views: dict[str, RequestView] = {}
         self._groups: Mapping[int, GroupView] | None = None
@@ -174,10 +122,10 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
             self._closed_to.add(req_context.req_id)
         return RequestOffloadingContext()
 
-    def _state(self, req_context: VllmContext) -> _Request:
-        state: _Request | None = req_context.get_state(_Request)
+    def _state(self, req_context: VllmContext) -> RequestState:
+        state: RequestState | None = req_context.get_state(RequestState)
         if state is None:
-            state = _Request(_context(req_context), self._generation)
+            state = RequestState(request_context(req_context), self._generation)
             req_context.set_state(state)
         elif state.generation != self._generation:
             state.restart(self._generation)
@@ -203,11 +151,11 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
         self._front.finish_request(state.context, outcome, keys)
         state.context.uses = RequestUses()
 
-    def _all_keys(self, req_context: VllmContext, state: _Request) -> tuple[OffloadKey, ...]:
+    def _all_keys(self, req_context: VllmContext, state: RequestState) -> tuple[OffloadKey, ...]:
         keys = getattr(req_context, "_offload_key_positions", None) or state.context.uses.keys()
         return tuple(request_keys(keys))
 
-    def _announce_start(self, req_context: VllmContext, state: _Request) -> None:
+    def _announce_start(self, req_context: VllmContext, state: RequestState) -> None:
         if not self._uses_at_finish and not state.announced:
             state.announced = True
             self.cpu.touch(self._all_keys(req_context, state), state.context)
@@ -249,7 +197,7 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
         self.cpu.lookup_prefix(tuple(keys), _ANYONE)
         state.pending_since = None
         if spec.ticket is not None:
-            state.loads.append(self._opened(_Job(spec.ticket, list(keys), is_store=False)))
+            state.loads.append(self._opened(Job(spec.ticket, list(keys), is_store=False)))
         state.context.uses.reused(tuple(keys))
         self.metrics.loads += 1
         return HostBlocks.of(spec, req_context.req_id)
@@ -266,11 +214,11 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
             self.cpu.discard(job.keys)
             self._publish()
 
-    def _opened(self, job: _Job) -> _Job:
+    def _opened(self, job: Job) -> Job:
         self._open[job.ticket] = job
         return job
 
-    def _closed(self, jobs: list[_Job], keys: Collection[OffloadKey]) -> _Job | None:
+    def _closed(self, jobs: list[Job], keys: Collection[OffloadKey]) -> Job | None:
         """Return the request's job on `keys`, which are all of its keys in any order, and forget it."""
         probe = next(iter(keys), None)
         for index, job in enumerate(jobs):
@@ -300,7 +248,7 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
         if stored:
             state.context.uses.stored(stored)
         if output.ticket is not None:
-            state.stores.append(self._opened(_Job(output.ticket, stored, is_store=True)))
+            state.stores.append(self._opened(Job(output.ticket, stored, is_store=True)))
             self._describe(stored, req_context)
         if output.evicted_keys:
             self._publish()
@@ -391,16 +339,3 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
             self.feed.close()
         while self.on_shutdown:
             self.on_shutdown.pop()()
-
-
-def _context(req_context: VllmContext) -> UsesContext:
-    """Return kvoffload's context; `kv_transfer_params={"kvoffload": {"priority": 1, "store": false}}` is understood."""
-    params = req_context.kv_transfer_params
-    ours = (params or {}).get("kvoffload")
-    context = UsesContext(req_context.req_id, params)
-    if isinstance(ours, Mapping):
-        if isinstance(ours.get("priority"), int):
-            context.priority = int(ours["priority"])
-        if isinstance(ours.get("store"), bool):
-            context.store = bool(ours["store"])
-    return context

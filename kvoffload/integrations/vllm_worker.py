@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import OffloadingWorker as VllmWorker
 from vllm.v1.kv_offload.base import TransferResult as VllmResult
 
 from kvoffload.errors import KVOffloadError
-from kvoffload.integrations.vllm_manager import HostBlocks
+from kvoffload.integrations.vllm_state import HostBlocks
 from kvoffload.manager.specs import CPULoadStoreSpec, GPULoadStoreSpec
 from kvoffload.memory.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvoffload.transfer.base import HOST_VISIBLE, OffloadingHandler, Ready, TransferResult, TransferSpec

@@ -14,7 +14,7 @@ from kvoffload.integrations import vllm_version
 
 ADAPTER = [
     "vllm", "vllm_exposition", "vllm_feed", "vllm_manager", "vllm_metrics", "vllm_recency", "vllm_requests",
-    "vllm_spec", "vllm_taps", "vllm_worker",
+    "vllm_spec", "vllm_state", "vllm_taps", "vllm_worker",
 ]  # fmt: skip
 
 

@@ -48,7 +48,7 @@ class Rig:
 
 @pytest.fixture
 def rig(adapter, fake):
-    from kvoffload.integrations.vllm_manager import HostBlocks
+    from kvoffload.integrations.vllm_state import HostBlocks
 
     rig = Rig(adapter, fake)
     rig.host_blocks = HostBlocks.of
