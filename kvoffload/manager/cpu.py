@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
@@ -495,8 +496,8 @@ class CPUOffloadingManager(OffloadingManager):
 
     def reset_cache(self) -> int:
         table, stats = self._table, self._stats
-        ready = [key for shard in table.shards for key in shard]
-        ids = np.array([block for shard in table.shards for block in shard.values()], np.int64)
+        ready = list(chain.from_iterable(table.shards))
+        ids = np.fromiter(chain.from_iterable(shard.values() for shard in table.shards), np.int64, len(ready))
         written = dict(table.writing)
         self._order.drop_all([*ready, *written])
         self._let_go(ids)
