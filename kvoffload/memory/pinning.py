@@ -75,11 +75,6 @@ class PinnedRange:
             self.close()
             raise
 
-    @property
-    def num_pieces(self) -> int:
-        """Registered pieces."""
-        return len(self._pieces)
-
     def close(self) -> None:
         """Unregister every piece, in reverse; must happen before the memory is unmapped. Idempotent.
 

@@ -206,11 +206,6 @@ class CopyPlan:
     parts: tuple[_GroupPart, ...]
     num_bytes: int
 
-    @property
-    def num_descriptors(self) -> int:
-        """Copies before coalescing: engine blocks times tensors of their group."""
-        return sum(len(part.gpu_ids) * len(part.refs) for part in self.parts)
-
     def segments(self) -> Iterator[Descriptors]:
         """Yield the copies of one group and tensor at a time, in order, not coalesced."""
         for part in self.parts:

@@ -438,3 +438,19 @@ async def test_engine_that_was_closed_and_forgotten_is_collected():
     await asyncio.sleep(0)
     gc.collect()
     assert forgotten() is None
+
+
+async def test_callback_for_a_released_source_comes_once_when_the_copy_ends_and_at_once_afterwards():
+    rig = Rig()
+    async with rig.service() as service:
+        rig.stores.hold()
+        async with _request(rig, service, "r", 4, [0]) as request:
+            job, told = request.store(computed_tokens=4, ready="host-visible"), []
+            job.on_source_released(lambda: told.append("waited"))
+            await asyncio.sleep(0)
+            request.abort()
+            assert (job.source_released, told) == (False, []), "an abort is not the end of a copy"
+            rig.stores.finish_all()
+            await job.wait_source_released()
+            job.on_source_released(lambda: told.append("late"))
+            assert (job.source_released, told) == (True, ["waited", "late"])
