@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from kvoffload.events.wire import BlockStored, Codec, Hash
 
 Ident = int | bytes
@@ -47,7 +49,7 @@ class Unit:
         )
 
 
-class Node:
+class Node(msgspec.Struct, weakref=True, eq=False):
     """One announced engine block. Nothing but `refs` changes, so that a replay can read it in another thread.
 
     Children hold their parent: a removed block stays in memory exactly as long as a described block needs it.
@@ -62,18 +64,13 @@ class Node:
         refs: Offloaded blocks that contain it.
     """
 
-    __slots__ = ("__weakref__", "count", "event", "ident", "index", "parent", "refs", "stamp")
-
-    def __init__(
-        self, ident: Ident, event: bytes, stamp: bytes, parent: Node | None, index: int, count: int, refs: int = 1
-    ) -> None:
-        self.ident = ident
-        self.event = event
-        self.stamp = stamp
-        self.parent = parent
-        self.index = index
-        self.count = count
-        self.refs = refs
+    ident: Ident
+    event: bytes
+    stamp: bytes
+    parent: Node | None
+    index: int = 0
+    count: int = 1
+    refs: int = 1
 
 
 class Tiers:
@@ -133,27 +130,29 @@ class EventList:
     def __init__(self, codec: Codec, tiers: Tiers) -> None:
         self._codec = codec
         self._tiers = tiers
-        self._events: list[bytes] = []
+        self.events: list[bytes] = []
         self._removed: list[Hash] = []
         self._removed_tier = -1
+        self.has_removals = False
         self.size_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._events) + bool(self._removed)
+        return len(self.events) + self.has_removals
 
     def add(self, event: bytes) -> None:
         """Append an encoded event."""
-        if self._removed:
-            self._flush()
-        self._events.append(event)
+        if self.has_removals:
+            self.flush()
+        self.events.append(event)
         self.size_bytes += len(event)
 
     def remove(self, ident: Ident) -> None:
         """Append the removal of one block."""
         tier = self._tiers.tier_of(ident)
-        if self._removed and (tier != self._removed_tier or len(self._removed) >= self.MAX_HASHES):
-            self._flush()
+        if self.has_removals and (tier != self._removed_tier or len(self._removed) >= self.MAX_HASHES):
+            self.flush()
         self._removed_tier = tier
+        self.has_removals = True
         self._removed.append(self._tiers.hash_of(ident))
 
     def store(self, nodes: Sequence[Node]) -> None:
@@ -173,16 +172,18 @@ class EventList:
 
     def take(self) -> list[bytes]:
         """Return the events and start anew."""
-        if self._removed:
-            self._flush()
-        events, self._events, self.size_bytes = self._events, [], 0
+        if self.has_removals:
+            self.flush()
+        events, self.events, self.size_bytes = self.events, [], 0
         return events
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Turn the collected removals into an event."""
         medium, group = self._tiers.name(self._removed_tier)
         event = self._codec.removed(self._removed, medium, group)
         self._removed = []
-        self._events.append(event)
+        self.has_removals = False
+        self.events.append(event)
         self.size_bytes += len(event)
 
 
@@ -197,7 +198,7 @@ def encode_unit(codec: Codec, tiers: Tiers, unit: Unit) -> bytes:
         BlockStored(
             list(unit.hashes),
             unit.parent,
-            unit.token_ids if isinstance(unit.token_ids, list) else list(unit.token_ids),
+            list(unit.token_ids),
             unit.block_size,
             None,
             medium,

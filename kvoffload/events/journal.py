@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -106,7 +106,8 @@ class Journal:
         self._window = replay_window
         self._clock = clock
         self._nodes: dict[Ident, Node] = {}
-        self._dead: weakref.WeakValueDictionary[Ident, Node] = weakref.WeakValueDictionary()
+        self.nodes: Mapping[Ident, Node] = self._nodes
+        self._dead = RemovedNodes()
         self._log: deque[LogEntry] = deque()
         self._logged_changes = 0
         self._oldest = first_sequence
@@ -134,6 +135,10 @@ class Journal:
         """Return medium, group and hash of each announced block."""
         tiers = self.tiers
         return {(*tiers.name(tiers.tier_of(i)), tiers.hash_of(i)) for i in self._nodes}
+
+    def encoded_events(self) -> list[bytes]:
+        """Return the encoded events that are kept for announced blocks, each once."""
+        return list({id(node.event): node.event for node in self._nodes.values()}.values())
 
     def live(self, ident: Ident) -> Node | None:
         """Return the announced block of that identity."""
@@ -165,7 +170,7 @@ class Journal:
         for index, name in enumerate(hashes):
             ident = self.tiers.ident(tier, name)
             before = self._dead.get(ident)
-            if count == 1 and before is not None and before.event == event:
+            if count == 1 and before is not None and before.event == event:  # its children keep the bytes anyway
                 event = before.event
             parent = Node(ident, event, stamp, parent, index, count)
             self._nodes[ident] = parent
@@ -173,6 +178,23 @@ class Journal:
         self._batch.add(event)
         for node in reversed(chain):
             self._batch.remove(node.ident)
+
+    def announce_one(self, ident: Ident, event: bytes, parent: Node | None) -> Node:
+        """Announce one block that is not announced, and whose parent is; return its node."""
+        batch = self._batch
+        if len(batch.events) >= MAX_EVENTS or batch.size_bytes >= MAX_BATCH_BYTES:
+            self.seal()
+        if self._dead.refs:
+            before = self._dead.get(ident)
+            if before is not None and before.event == event:
+                event = before.event
+        node = self._nodes[ident] = Node(ident, event, self._stamp or self._stamp_of_batch(), parent)
+        self._flips.append(ident)
+        if batch.has_removals:
+            batch.flush()
+        batch.events.append(event)
+        batch.size_bytes += len(event)
+        return node
 
     def retire(self, node: Node) -> None:
         """Announce the removal of an announced block."""
@@ -183,7 +205,7 @@ class Journal:
 
     def _bury(self, node: Node) -> None:
         del self._nodes[node.ident]
-        self._dead[node.ident] = node
+        self._dead.add(node)
         self._flips.append(node.ident)
         if self._tombstones is not None:
             self._tombstones.add(node.ident, self._nodes)
@@ -334,6 +356,28 @@ class Journal:
             entry = log.popleft()
             self._logged_changes -= len(entry.flips)
             self._oldest = stamp_sequence(entry.stamp) + 1
+
+
+class RemovedNodes:
+    """Removed blocks that others still hold, by identity; the rest vanishes by itself."""
+
+    _SLACK = 1024
+
+    def __init__(self) -> None:
+        self.refs: dict[Ident, weakref.ref[Node]] = {}
+        self._purge_at = self._SLACK
+
+    def add(self, node: Node) -> None:
+        """Remember a removed block as long as somebody holds it."""
+        self.refs[node.ident] = weakref.ref(node)
+        if len(self.refs) >= self._purge_at:
+            self.refs = {ident: ref for ident, ref in self.refs.items() if ref() is not None}
+            self._purge_at = 2 * len(self.refs) + self._SLACK
+
+    def get(self, ident: Ident) -> Node | None:
+        """Return the removed block, if somebody holds it."""
+        ref = self.refs.get(ident)
+        return None if ref is None else ref()
 
 
 def absent_chain(parent: Node | None, present: Callable[[Ident], bool]) -> list[Node]:

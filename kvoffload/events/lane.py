@@ -63,6 +63,7 @@ class Lane:
     ) -> None:
         self.settings = settings
         self.codec = Codec(settings.encoding, settings.hash_mode, settings.rank)
+        self.replay_codec = Codec(settings.encoding, settings.hash_mode, settings.rank)
         self.topic = settings.topic.encode()
         self.lock = threading.Lock()
         self.counters = LaneCounters(lives=1)

@@ -416,8 +416,7 @@ class FeedPublisher:
                     for key in event.keys:
                         residency.remove(key, medium)
                 else:
-                    for key in event.keys:
-                        residency.store(key, medium, infos.get(key))
+                    residency.store_all(event.keys, medium, infos)
             if not events:
                 residency.describe(infos)
         except Exception:

@@ -71,7 +71,7 @@ def fill(
 
 def snapshot_payloads(cut: Cut, lane: Lane) -> Iterator[bytes]:
     """Yield the announced blocks, parents first, in payloads of a bounded number of events."""
-    codec, ts8 = lane.codec, cut.stamp[8:]
+    codec, ts8 = lane.replay_codec, cut.stamp[8:]
     for batch in compact(cut, codec, lane.journal.tiers):
         events = [event for event in batch.events if event != codec.cleared]
         for start in range(0, len(events), SNAPSHOT_EVENTS):
@@ -232,8 +232,8 @@ class ReplayServer:
             )  # fmt: skip
         run = RELAXED_RUN if lane.settings.contiguity == "relaxed" else None
         topic = lane.topic
-        batches = compact(cut, lane.codec, lane.journal.tiers)
-        for sequence, payload in fill(cut, batches, lane.codec, skip_runs_over=run):
+        batches = compact(cut, lane.replay_codec, lane.journal.tiers)
+        for sequence, payload in fill(cut, batches, lane.replay_codec, skip_runs_over=run):
             yield topic, sequence, payload
         yield b"", END_SEQUENCE, b""
 

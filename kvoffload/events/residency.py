@@ -69,6 +69,88 @@ class Residency:
             return
         self._admit(ident, *self._unit(key, tier, info))
 
+    def store_all(self, keys: Sequence[OffloadKey], medium: str, infos: Mapping[OffloadKey, BlockInfo]) -> None:
+        """Offloaded blocks became readable: as `store` for each, but several times faster for plain ones.
+
+        Plain is a described block of one engine block without extra keys, whose parent is announced.
+        """
+        if medium not in self._media or not keys:
+            return
+        if self.journal.codec.hash_mode != "uint64":
+            for key in keys:
+                self.store(key, medium, infos.get(key))
+            return
+        journal, withheld, waiting = self.journal, self._withheld, self._waiting
+        nodes, number, get_info, encode_into = journal.nodes, int.from_bytes, infos.get, journal.codec.encode_into
+        encoded, join = bytearray(), b"".join
+        tier, group_bytes, base, factor = self._tier(keys[0], medium)
+        size, lora, kind, window = -1, None, "", None
+        head = parent_mark = tokens_mark = no_parent = tail = b""
+        announce = journal.announce_one
+        last_hash: bytes | None = None
+        last_node: Node | None = None
+        for key in keys:
+            info = get_info(key)
+            if info is None or factor != 1 or len(info.block_hashes) != 1 or info.salted or info.extra_keys is not None:
+                self.store(key, medium, info)
+                factor = factor or self._factors.get(tier, 0)
+                continue
+            block_hash, parent_hash, tokens = info.block_hashes[0], info.parent_hash, info.token_ids
+            if key != block_hash + group_bytes:
+                if key[-4:] == group_bytes:
+                    self.store(key, medium, info)
+                    continue
+                tier, group_bytes, base, factor = self._tier(key, medium)
+                size = -1
+                if factor != 1 or key != block_hash + group_bytes:
+                    self.store(key, medium, info)
+                    continue
+            if info.block_size != size or info.lora_name != lora or info.kind != kind or info.sliding_window != window:
+                size, lora, kind, window = info.block_size, info.lora_name, info.kind, info.sliding_window
+                group = get_offload_group_idx(key)
+                try:
+                    template = journal.codec.template(medium, group, size, lora, kind, window)
+                except WireError:
+                    size = -1
+                    self.store(key, medium, info)
+                    continue
+                head, parent_mark, tokens_mark, no_parent, tail = template
+            name = block_hash[-8:]
+            ident = number(name, "big") | base
+            if parent_hash is None:
+                parent = None
+            elif parent_hash == last_hash:
+                parent = last_node
+            else:
+                parent = nodes.get(number(parent_hash[-8:], "big") | base)
+            if (
+                len(tokens) != size
+                or ident in nodes
+                or (parent is None and parent_hash is not None)
+                or not any(name)
+                or (withheld and ident in withheld)
+            ):
+                self.store(key, medium, info)
+                continue
+            try:
+                encode_into(tokens, encoded)
+            except (TypeError, ValueError, OverflowError):
+                self.store(key, medium, info)
+                continue
+            if parent_hash is None:
+                event = join((head, name, no_parent, encoded, tail))
+            else:
+                event = join((head, name, parent_mark, parent_hash[-8:], tokens_mark, encoded, tail))
+            last_node = announce(ident, event, parent)
+            last_hash = block_hash
+            if waiting:
+                self._release(self._unit(key, tier, info)[0])
+
+    def _tier(self, key: OffloadKey, medium: str) -> tuple[int, bytes, int, int]:
+        """Return a key's tier, its group's bytes, the tier's part of an identity, and its factor (0: not known yet)."""
+        tier = self.journal.tiers.index(medium, get_offload_group_idx(key))
+        return tier, key[-4:], tier << 64, self._factors.get(tier, 0)
+
     def remove(self, key: OffloadKey, medium: str) -> None:
         """An offloaded block ceased to be readable."""
         if medium not in self._media:
@@ -215,14 +297,20 @@ class Residency:
             self._withhold(ident, None, "unencodable", count)
             return
         if self._waiting:
-            for waiting in self._released(unit):
-                held = self._withheld[waiting]
-                child = held.unit
-                if child is None or self._reason(child) is not None:
-                    continue
-                self._forget(waiting)
-                if not self._announce(child, held.count):
-                    self._withhold(waiting, None, "unencodable", held.count)
+            self._release(unit)
+
+    def _release(self, unit: Unit | None) -> None:
+        """Announce what waited for `unit`, and for that in turn."""
+        if unit is None:
+            return
+        for waiting in self._released(unit):
+            held = self._withheld[waiting]
+            child = held.unit
+            if child is None or self._reason(child) is not None:
+                continue
+            self._forget(waiting)
+            if not self._announce(child, held.count):
+                self._withhold(waiting, None, "unencodable", held.count)
 
     def _released(self, unit: Unit) -> Iterator[Ident]:
         """Yield the withheld blocks that waited for `unit`, and for those in turn."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 
@@ -33,7 +33,8 @@ MEDIA = ("GPU", "CPU", "STORAGE")
 """The only media that consumers know; one of them drops `"cpu"` silently."""
 
 _MASK = (1 << 64) - 1
-_SHORT_INT_LIMIT = 1 << 32
+_SHORT_LIMIT = 1 << 32
+_SAMPLE = 0x1122334455667788
 _TAG_STORED, _TAG_REMOVED, _TAG_CLEARED = "BlockStored", "BlockRemoved", "AllBlocksCleared"
 
 
@@ -85,8 +86,22 @@ class EventBatch:
     skipped: int = 0
 
 
+class Template(NamedTuple):
+    """The bytes around what differs between stores of one block: hash, parent, tokens.
+
+    A store is `head, hash, parent_mark, parent, tokens_mark, tokens, tail`, or without a parent
+    `head, hash, no_parent, tokens, tail`; hashes are their eight bytes, tokens are encoded.
+    """
+
+    head: bytes
+    parent_mark: bytes
+    tokens_mark: bytes
+    no_parent: bytes
+    tail: bytes
+
+
 class Codec:
-    """Encodes events in one profile and hash mode.
+    """Encodes events in one profile and hash mode. Belongs to one thread.
 
     Args:
         encoding: `map` (vLLM from 0.26 on) or `array` (vLLM 0.19 to 0.25, AIBrix).
@@ -97,7 +112,11 @@ class Codec:
     def __init__(self, encoding: Encoding = "map", hash_mode: HashMode = "uint64", rank: int = 0) -> None:
         self.encoding = encoding
         self.hash_mode = hash_mode
-        self._encode = msgspec.msgpack.Encoder().encode
+        encoder = msgspec.msgpack.Encoder()
+        self._encode = encoder.encode
+        self._encode_into = self.encode_into = encoder.encode_into
+        self._buffer = bytearray()
+        self._templates: dict[tuple[object, ...], Template] = {}
         self._rank = self._encode(int(rank))
         self.cleared = self._encode(AllBlocksCleared() if encoding == "map" else [_TAG_CLEARED])
 
@@ -114,17 +133,48 @@ class Codec:
             WireError: A value has no place in the format.
         """
         try:
+            hashes, parent = event.block_hashes, event.parent_block_hash
             if self.encoding == "map":
-                hashes, parent = event.block_hashes, event.parent_block_hash
                 if self.hash_mode == "uint64":
                     event.block_hashes = self._full(hashes)
                     event.parent_block_hash = None if parent is None else self._full([parent])[0]
-                data = self._encode(event)
+                data = self._pack(event)
                 event.block_hashes, event.parent_block_hash = hashes, parent
                 return data
-            return self._encode(self._as_array(event))
+            return self._pack(self._as_array(event))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise WireError(f"cannot encode {type(event).__name__}: {error}") from error
+
+    def template(
+        self, medium: str, group_idx: int, block_size: int, lora_name: str | None, kind: str | None, window: int | None
+    ) -> Template:
+        """Return the parts of a store of one block that are the same for all its like; 64-bit hashes only.
+
+        Raises:
+            WireError: A value has no encoding.
+        """
+        like = (medium, group_idx, block_size, lora_name, kind, window)
+        found = self._templates.get(like)
+        if found is not None:
+            return found
+        if len(self._templates) > 1000:  # adapters come and go
+            self._templates.clear()
+        name, parent, tokens = _SAMPLE, 0x99AABBCCDDEEFF11, [0xFFFFFFF1]
+        event = BlockStored([name], parent, tokens, block_size, None, medium, lora_name, None, group_idx, kind, window)
+        with_parent = self.stored(event)
+        event.parent_block_hash = None
+        without = self.stored(event)
+        head, rest = with_parent.split(name.to_bytes(8, "big"))
+        parent_mark, rest = rest.split(parent.to_bytes(8, "big"))
+        tokens_mark, tail = rest.split(self._encode(tokens))
+        no_parent = without.split(name.to_bytes(8, "big"))[1].split(self._encode(tokens))[0]
+        found = self._templates[like] = Template(head, parent_mark, tokens_mark, no_parent, tail)
+        return found
+
+    def _pack(self, value: object) -> bytes:
+        """Encode through a buffer that is kept: the encoder's own result holds more memory than it shows."""
+        self._encode_into(value, self._buffer)
+        return bytes(self._buffer)
 
     def removed(self, hashes: Sequence[Hash], medium: str, group_idx: int | None) -> bytes:
         """Encode the removal of `hashes`."""
@@ -182,9 +232,9 @@ class Codec:
         low, high = min(numbers), max(numbers)
         if low < 1 or high > _MASK:
             raise WireError(f"a block hash must be in [1, 2**64), got {low if low < 1 else high}")
-        if low >= _SHORT_INT_LIMIT:
+        if low >= _SHORT_LIMIT:
             return hashes
-        packed = [h if h >= _SHORT_INT_LIMIT else msgspec.Raw(b"\xcf" + h.to_bytes(8, "big")) for h in numbers]
+        packed = [h if h >= _SHORT_LIMIT else msgspec.Raw(b"\xcf" + h.to_bytes(8, "big")) for h in numbers]
         return cast("list[int | bytes]", packed)
 
 

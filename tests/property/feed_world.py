@@ -184,8 +184,8 @@ class World:
             for key in event.keys:
                 if event.removed:
                     self.residency.remove(key, event.medium)
-                else:
-                    self.residency.store(key, event.medium, infos.get(key))
+            if not event.removed:
+                self.residency.store_all(event.keys, event.medium, infos)
 
     def store(self) -> None:
         wanted = [
