@@ -114,6 +114,7 @@ class CPUOffloadingManager(OffloadingManager):
             self._policy.set_block_tokens(block_tokens)
         self._order = order_of(self._policy, self._table)
         self._admits_all = policy_cls.admit is CachePolicy.admit
+        self._asks_who_touches = policy_cls.touch_request is not CachePolicy.touch_request
         self._reservations: dict[int, _Reservation] = {}
         self._next_ticket = 1
         self._detached: set[int] = set()
@@ -229,10 +230,10 @@ class CPUOffloadingManager(OffloadingManager):
         return CPULoadStoreSpec.of_blocks(ids.copy(), ticket)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
-        if req_context is None:
-            self._policy.touch(keys)
-        else:
+        if req_context is not None and self._asks_who_touches:
             self._policy.touch_request(tuple(keys), req_context)
+        else:
+            self._policy.touch(keys)
 
     def refresh(self, keys: Collection[OffloadKey]) -> None:
         """Mark keys, in prefix order, as used now without counting another use: for keys that were only stored."""
@@ -552,16 +553,19 @@ class CPUOffloadingManager(OffloadingManager):
         return ticket
 
     def _whole(self, keys: list[OffloadKey], ticket: int | None, *, is_store: bool) -> int | None:
-        """Return the reservation whose open keys are these, in order; None also while any memory is detached."""
-        if self._detached or not keys:
+        """Return the reservation whose open keys are these, in order, if none of its memory is detached."""
+        if not keys:
             return None
-        if ticket is not None:
-            one = self._reservations.get(ticket)
-            return ticket if one is not None and one.is_store is is_store and one.names(keys) else None
-        for other, reservation in self._reservations.items():
-            if reservation.is_store is is_store and reservation.names(keys):
-                return other
-        return None
+        if ticket is None:
+            named = ((t, r) for t, r in self._reservations.items() if r.is_store is is_store and r.names(keys))
+            return next((t for t, r in named if self._is_attached(r)), None)
+        one = self._reservations.get(ticket)
+        if one is None or one.is_store is not is_store or not one.names(keys):
+            return None
+        return ticket if self._is_attached(one) else None
+
+    def _is_attached(self, reservation: _Reservation) -> bool:
+        return not self._detached or self._detached.isdisjoint(reservation.open_ids().tolist())
 
     def _release(self, ticket: int, key: OffloadKey) -> int:
         reservation = self._reservations[ticket]

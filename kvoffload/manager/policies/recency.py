@@ -150,7 +150,8 @@ class RecencyLog:
         """Add blocks to `taken`, one by one; gives up at a long run of others, which arrays skip faster."""
         stamp, refs, parked = self._table.cells
         patience = 4 * _FEW
-        while len(taken) < count and patience:
+        need = count - len(taken)
+        while need and patience:
             chunk, start = self._chunks[0], self._start
             end = min(chunk.fill, start + patience)
             at, position, ids = start, chunk.base + start, chunk.cells
@@ -163,14 +164,15 @@ class RecencyLog:
                     else:
                         stamp[block] = ABSENT
                         taken.append(block)
-                        if len(taken) == count:
+                        need -= 1
+                        if not need:
                             end = at + 1
                 at += 1
                 position += 1
             self._start = end
             self._entries -= end - start
             patience -= end - start
-            if end == chunk.fill and len(taken) < count:
+            if end == chunk.fill and need:
                 if len(self._chunks) == 1:
                     return
                 self._drop_head()
