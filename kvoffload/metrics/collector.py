@@ -34,7 +34,7 @@ class OffloadCollector(Collector):
     """
 
     def __init__(self, pause: Callable[[float], None] = time.sleep) -> None:
-        self._sources: list[SnapshotSource] = []
+        self._entries: list[_Entry] = []
         self._lock = threading.Lock()
         self._pause = pause
 
@@ -45,21 +45,47 @@ class OffloadCollector(Collector):
     def add(self, source: SnapshotSource) -> None:
         """Export one more engine."""
         with self._lock:
-            self._sources.append(source)
+            self._entries.append(_Entry(source))
 
     def remove(self, source: SnapshotSource) -> None:
         """Stop exporting an engine; unknown ones are ignored."""
         with self._lock:
-            self._sources = [known for known in self._sources if known is not source]
+            self._entries = [entry for entry in self._entries if entry.source is not source]
 
     def collect(self) -> Iterator[Family]:
         """Yield each family of the catalog once."""
         with self._lock:
-            sources = list(self._sources)
-        snapshots = _told_apart([snapshot for source in sources if (snapshot := _read(source)) is not None])
+            entries = list(self._entries)
+        read = [(entry, snapshot) for entry in entries if (snapshot := _read(entry.source)) is not None]
+        with self._lock:
+            snapshots = [(self._name(entry, snapshot), snapshot) for entry, snapshot in read]
         for metric in CATALOG:
             yield _family(metric, snapshots)
             self._pause(_PAUSE_SECONDS)
+
+    def _name(self, entry: _Entry, snapshot: MetricsSnapshot) -> tuple[str, ...]:
+        """Return an engine's constant labels; of the same name, later ones get a number and keep it; lock held."""
+        labels = snapshot["labels"]
+        own = tuple(labels.get(label, "") for label in CONSTANT_LABELS)
+        if entry.own != own:
+            taken = {other.unique for other in self._entries if other is not entry}
+            entry.own = entry.unique = own
+            number = 1
+            while entry.unique in taken:
+                number += 1
+                entry.unique = (*own[:-1], f"{own[-1]}-{number}")
+        return entry.unique
+
+
+class _Entry:
+    """One engine of a registry: its constant labels, as it says them and as they are exported."""
+
+    __slots__ = ("own", "source", "unique")
+
+    def __init__(self, source: SnapshotSource) -> None:
+        self.source = source
+        self.own: tuple[str, ...] = ()
+        self.unique: tuple[str, ...] = ()
 
 
 def _read(source: SnapshotSource) -> MetricsSnapshot | None:
@@ -68,20 +94,6 @@ def _read(source: SnapshotSource) -> MetricsSnapshot | None:
     except Exception:
         logger.exception("an engine's metrics could not be read")
         return None
-
-
-def _told_apart(snapshots: Sequence[MetricsSnapshot]) -> list[tuple[tuple[str, ...], MetricsSnapshot]]:
-    """Return snapshots with their constant labels; engines of the same name get a number."""
-    apart: dict[tuple[str, ...], MetricsSnapshot] = {}
-    for snapshot in snapshots:
-        labels = snapshot["labels"]
-        name = tuple(labels.get(label, "") for label in CONSTANT_LABELS)
-        unique, number = name, 1
-        while unique in apart:
-            number += 1
-            unique = (*name[:-1], f"{name[-1]}-{number}")
-        apart[unique] = snapshot
-    return list(apart.items())
 
 
 def _family(metric: Metric, snapshots: Sequence[tuple[tuple[str, ...], MetricsSnapshot]]) -> Family:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 from kvoffload.manager.base import ManagerStats
+from kvoffload.metrics.plain import plain_number, plain_text
 
 _MAX_POLICY_VALUES = 32
 
 
 def manager_values(stats: ManagerStats) -> dict[str, dict[str, float]]:
     """Return counters and gauges from a manager's statistics; states are disjoint and add up to the capacity."""
-    policy = {name: value for name, value in stats.policy.items() if math.isfinite(value)}
+    figures = ((plain_text(name), plain_number(value)) for name, value in stats.policy.items())
+    policy = {name: value for name, value in figures if value is not None}
     return {
         "cache_capacity_blocks": {"": stats.capacity},
         "cache_blocks": {

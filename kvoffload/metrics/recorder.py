@@ -9,6 +9,7 @@ import logging
 from bisect import bisect_left
 
 from kvoffload.metrics.catalog import BY_NAME, CATALOG
+from kvoffload.metrics.plain import plain_number
 from kvoffload.metrics.snapshot import HistogramData
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ class MetricsRecorder:
         """Add to a counter."""
         try:
             slot = self._counters[name]
+            if type(amount) is not int and type(amount) is not float:
+                amount = plain_number(amount)  # type: ignore[assignment]  # None is refused below
             if 0 <= amount <= _LARGEST:
                 slot[label if label in slot else "other"] += amount
                 return
@@ -59,6 +62,8 @@ class MetricsRecorder:
     def observe(self, name: str, value: float, label: str = "") -> None:
         """Add one observation to a histogram."""
         try:
+            if type(value) is not int and type(value) is not float:
+                value = plain_number(value)  # type: ignore[assignment]  # None is refused below
             if 0 <= value <= _LARGEST:
                 histogram = self._histograms[name, label]
                 histogram.counts[bisect_left(histogram.bounds, value)] += 1

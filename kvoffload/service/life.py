@@ -109,6 +109,8 @@ class EngineLife(ABC):
             if self._feed is not None:
                 self._feed.close()
             self.bridge.close()
+            if self._exposition is not None:
+                self._exposition.unregister()
             raise
         self._started = True
 

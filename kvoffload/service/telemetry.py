@@ -18,6 +18,7 @@ from kvoffload import __version__
 from kvoffload.config import OffloadConfig
 from kvoffload.manager.base import MetricsSink
 from kvoffload.metrics.manager_view import manager_values
+from kvoffload.metrics.plain import plain_text
 from kvoffload.metrics.snapshot import HistogramData, MetricsSnapshot
 from kvoffload.service.core import Core
 from kvoffload.service.feed_view import FeedStatistics, feed_values
@@ -121,11 +122,14 @@ class Telemetry:
     def __init__(self, config: OffloadConfig, recorder: MetricsSink) -> None:
         self.recorder = recorder
         self.link_bytes_per_second: dict[str, float] = {}
-        self._labels = {"model_name": config.model_name or "unknown", "engine": config.instance_id or "0"}
+        self._labels = {
+            "model_name": plain_text(config.model_name or "unknown"),
+            "engine": plain_text(config.instance_id or "0"),
+        }
         self._info = {
             "version": __version__,
-            "policy": config.eviction_policy,
-            "spec": config.spec_name,
+            "policy": plain_text(config.eviction_policy),
+            "spec": plain_text(config.spec_name),
             "block_size_factor": str(config.block_size_factor),
             "feed": "off",
         }
@@ -183,7 +187,7 @@ class Telemetry:
                 "healthy": {"": int(not closed and core.fault is None and core.absent is None)},
                 "enabled": {"": int(not closed and core.enabled)},
                 "stores_paused": {"": int(core.stores_paused)},
-                "ranks_expected": {"": core.ranks_expected},
+                "ranks_expected": {"": 0 if closed else core.ranks_expected},
                 "ranks_up": {"": 0 if closed else core.ranks_up},
                 "start_time_seconds": {"": self._started_unix_seconds},
             }

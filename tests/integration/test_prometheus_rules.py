@@ -72,9 +72,18 @@ SLOW_LOOP = {
 QUICK_LOOP = dict.fromkeys(SLOW_LOOP, "0+240x60")
 
 CASES = (
-    Case("KvoffloadUnhealthy", "unhealthy for minutes", {"kvoffload_healthy": "0x10"}, 4, 1),
-    Case("KvoffloadUnhealthy", "healthy", {"kvoffload_healthy": "1x10"}, 4, 0),
-    Case("KvoffloadUnhealthy", "only for a moment", {"kvoffload_healthy": "1 0 1x10"}, 4, 0),
+    Case(
+        "KvoffloadUnhealthy", "unhealthy for minutes", {"kvoffload_healthy": "0x10", "kvoffload_enabled": "1x10"}, 4, 1
+    ),
+    Case("KvoffloadUnhealthy", "healthy", {"kvoffload_healthy": "1x10", "kvoffload_enabled": "1x10"}, 4, 0),
+    Case("KvoffloadUnhealthy", "a moment", {"kvoffload_healthy": "1 0 1x10", "kvoffload_enabled": "1x10"}, 4, 0),
+    Case(
+        "KvoffloadUnhealthy",
+        "closed, not started or off",
+        {"kvoffload_healthy": "0x9", "kvoffload_enabled": "0x9"},
+        4,
+        0,
+    ),
     Case(
         "KvoffloadRankDown", "one of two ranks", {"kvoffload_ranks_up": "1x9", "kvoffload_ranks_expected": "2x9"}, 4, 1
     ),

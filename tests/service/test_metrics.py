@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from service.harness import BLOCK, ManualClock, Rig, chain, tokens
 
 import kvoffload as kv
+from kvoffload.errors import NoSpaceError
 from kvoffload.metrics.recorder import MetricsRecorder
 from kvoffload.metrics.snapshot import SnapshotRelay
 from kvoffload.service.feed_view import FEED_FIELDS, feed_values
@@ -366,6 +367,25 @@ async def test_three_lives_and_two_alive_at_once_share_the_applications_registry
         await store(one, first, [0])
         now = Numbers(await asyncio.to_thread(generate_latest, registry))
         assert (now("requests_total", engine="0"), now("requests_total", engine="0-2")) == (1, 0)
+
+
+async def test_a_service_that_could_not_start_leaves_the_applications_registry():
+    registry = CollectorRegistry()
+    rig = Rig()
+    rig.config = kv.OffloadConfig(cpu_bytes_to_use="1000TiB", gpu_block_size=BLOCK)
+    service = kv.OffloadService(rig.config, rig.kv_caches)
+    service.metrics.register(registry)
+    with pytest.raises(NoSpaceError):
+        await service.__aenter__()
+    assert Numbers(generate_latest(registry)).samples == []
+
+
+async def test_a_closed_service_expects_no_rank_and_is_not_on_so_that_nobody_is_paged():
+    rig = Rig()
+    async with rig.service() as service:
+        pass
+    now = await scrape(service)
+    assert now("ranks_expected") == now("ranks_up") == now("enabled") == 0
 
 
 async def test_a_closed_service_exports_an_empty_unhealthy_cache():

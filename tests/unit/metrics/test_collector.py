@@ -177,3 +177,56 @@ def test_a_dead_engines_numbers_are_not_exported():
     assert "kvoffload_requests_total{" in exposition.render()[0].decode()
     now[0] = 10.1
     assert "kvoffload_requests_total{" not in exposition.render()[0].decode()
+
+
+def changed(snapshot: MetricsSnapshot, **parts: object) -> object:
+    return {**snapshot, **{name: {**snapshot[name], **part} for name, part in parts.items()}}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"values": {"requests": {"": None}}},
+        {"values": {"requests": {"": "x"}}},
+        {"values": {"requests": [1]}},
+        {"values": {"policy_value": {5: 1.0, "\ud800": 2.0}}},
+        {"histograms": {"load_seconds": {"": {"counts": [1, 2], "sum": 1.0}}}},
+        {"histograms": {"load_seconds": {"": None}, "of_tomorrow": {"": {"counts": [1], "sum": 1.0}}}},
+        {"labels": {"model_name": 5, "engine": "\ud800"}},
+    ],
+    ids=repr,
+)
+def test_a_snapshot_from_another_version_does_not_spoil_the_front_ends_registry(parts, caplog):
+    registry = CollectorRegistry()
+    Counter("app", "The application's own.", registry=registry)
+    relay = SnapshotRelay()
+    MetricsExposition(relay).register(registry)
+    relay.update(changed(Source(cache_blocks={"ready": 3}).metrics_snapshot(), **parts))
+    text = generate_latest(registry).decode()
+    assert value(text, "app_total") == 0
+    assert value(text, "kvoffload_cache_blocks", state="ready") == 3
+    assert len(caplog.records) == (0 if "labels" in parts or "policy_value" in parts.get("values", ()) else 1)
+
+
+@pytest.mark.parametrize("wrong", [None, [1], {}, {"labels": None, "info": {}, "values": {}, "histograms": {}}])
+def test_what_is_no_snapshot_is_not_taken(wrong):
+    relay = SnapshotRelay()
+    relay.update(Source().metrics_snapshot())
+    before = relay.metrics_snapshot()
+    relay.update(wrong)
+    assert relay.metrics_snapshot() is before
+
+
+def test_an_engine_keeps_its_number_when_another_of_its_name_leaves():
+    """Else its counters would go on under the other's name, and Prometheus would see a reset."""
+    registry = CollectorRegistry()
+    first, second, third = Source(requests={"": 7}), Source(requests={"": 9}), Source(requests={"": 1})
+    collector = collector_of(registry)
+    collector.add(first)
+    collector.add(second)
+    assert value(generate_latest(registry).decode(), "kvoffload_requests_total", engine="0-2") == 9
+    collector.remove(first)
+    text = generate_latest(registry).decode()
+    assert value(text, "kvoffload_requests_total") == value(text, "kvoffload_requests_total", engine="0-2") == 9
+    collector.add(third)
+    assert value(generate_latest(registry).decode(), "kvoffload_requests_total", engine="0") == 1

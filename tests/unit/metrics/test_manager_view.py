@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from kvoffload.keys import make_offload_key
@@ -110,3 +111,8 @@ def test_policy_figures_are_bounded_and_finite():
     figures = manager_values(stats)["policy_value"]
     assert len(figures) == 32
     assert "bad" not in figures
+
+
+def test_policy_figures_that_are_no_numbers_or_names_that_do_not_encode_spoil_no_scrape():
+    policy = {"none": None, "text": "x", "array": np.zeros(2), "huge": 10**400, 5: 1.0, "\ud800": 2.0, "good": 3}
+    assert manager_values(ManagerStats(policy=policy))["policy_value"] == {"5": 1.0, "?": 2.0, "good": 3}

@@ -1,7 +1,10 @@
 """Counting never raises, and what it says is what was counted."""
 
+import json
 import logging
+from decimal import Decimal
 
+import numpy as np
 import pytest
 
 from kvoffload.metrics.recorder import MetricsRecorder
@@ -26,6 +29,36 @@ def test_an_observation_falls_into_the_first_bucket_that_holds_it(recorder):
     data = recorder.read_histograms()["load_seconds"][""]
     assert (data["counts"][0], data["counts"][1], data["counts"][-2], data["counts"][-1]) == (2, 1, 1, 1)
     assert data["sum"] == pytest.approx(21.000021)
+
+
+class Incomparable:
+    """Not even comparing it works."""
+
+    def __le__(self, other):
+        raise RuntimeError("no")
+
+    __ge__ = __lt__ = __gt__ = __le__
+
+
+@pytest.mark.parametrize("odd", [np.zeros(2), Incomparable(), Decimal(1), 1j, 10**400], ids=repr)
+def test_a_value_of_an_odd_type_neither_raises_nor_spoils_what_is_counted_later(recorder, odd):
+    recorder.count("requests", odd)
+    recorder.observe("load_seconds", odd)
+    assert recorder.value("metrics_errors") == 2
+    recorder.count("requests", 1)
+    recorder.observe("load_seconds", 0.5)
+    assert recorder.value("requests") == 1
+    data = recorder.read_histograms()["load_seconds"][""]
+    assert (sum(data["counts"]), data["sum"]) == (1, 0.5)
+
+
+def test_another_librarys_numbers_become_pythons_own_so_that_counts_stay_exact_and_json(recorder):
+    recorder.count("requests", 2**25)
+    recorder.count("requests", np.float32(1))
+    recorder.count("requests", np.int64(1))
+    recorder.observe("load_seconds", np.float32(0.5))
+    assert recorder.value("requests") == 2**25 + 2
+    json.dumps([recorder.read_counters(), recorder.read_histograms()])
 
 
 @pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), None, "3", [], 1e30, -float("inf")])
