@@ -2,7 +2,8 @@
 
 The ceiling is one large copy between page-locked and GPU memory; the floor is a `copy_` per block. Also: both
 directions at once, the cost of submitting, the time from a copy's end to the awaiting task, and how much a matrix
-product beside it slows down. Needs a CUDA device and torch.
+product beside it slows down; and vLLM's batched copy, where a CUDA build of it is installed. Needs a CUDA device and
+torch.
 """
 
 from __future__ import annotations
@@ -147,6 +148,9 @@ def measure(total_bytes: int, repeat: int) -> dict[str, Any]:
             row["over_per_block_copy"] = round(_over_per_block(torch, bench, host, row["load_gbps"]), 1)
             if row["over_per_block_copy"] < MIN_OVER_PER_BLOCK:
                 missed.append("per-block copy_")
+        op = _vllm_op()
+        if op is not None:
+            row["load_over_vllm_op"] = round(row["load_gbps"] / _op_gbps(torch, op, bench, host, repeat), 2)
         blocks[f"{block_bytes // KIB} KiB"] = row
         bench.close()
     extra = _other_figures(torch, min(total_bytes, 1 << 29), repeat)
@@ -165,6 +169,25 @@ def _over_per_block(torch: Any, bench: Bench, host: Any, load_gbps: float) -> fl
 
     copy()
     return load_gbps / (count * bench.block_bytes / _timed(torch, copy) / 1e9)
+
+
+def _vllm_op() -> Any | None:  # noqa: ANN401 - a torch operator
+    """Return vLLM's batched copy, if a CUDA build of vLLM is installed here."""
+    try:
+        from vllm._custom_ops import swap_blocks_batch
+    except Exception:  # noqa: BLE001 - whatever an engine's import raises: there is no peer to measure
+        return None
+    return swap_blocks_batch
+
+
+def _op_gbps(torch: Any, op: Any, bench: Bench, host: Any, repeat: int) -> float:  # noqa: ANN401 - torch
+    """Return the GB/s of the operator for the same scattered load, from page-locked memory of the same size."""
+    step, count = bench.block_bytes, bench.count
+    sources = torch.from_numpy(host.data_ptr() + bench.cpu_ids.astype(np.int64) * step)
+    destinations = torch.from_numpy(bench.gpu.data_ptr() + bench.gpu_ids.astype(np.int64) * step)
+    sizes = torch.full((count,), step, dtype=torch.int64)
+    seconds = statistics.median(_timed(torch, lambda: op(sources, destinations, sizes)) for _ in range(repeat))
+    return count * step / seconds / 1e9
 
 
 def _other_figures(torch: Any, total_bytes: int, repeat: int) -> dict[str, Any]:  # noqa: ANN401 - torch

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from functools import partial
 
 import numpy as np
 import pytest
 from fakes.cuda import ComputeEvent, FakeCuda
+from fakes.device import Device
 
 from kvoffload.manager.specs import CPULoadStoreSpec, GPULoadStoreSpec
 from kvoffload.memory.block_tensor import BlockTensor
@@ -42,16 +44,17 @@ class Rig:
         caches = CanonicalKVCaches(
             [CanonicalKVCacheTensor(t, p) for t, p in zip(tensors, pages, strict=True)], self.refs
         )
-        if backend.startswith("cuda"):
+        if backend == "device":
+            self.device = Device()
+            self.cuda = self.device.backend
+            make_stream = partial(CudaStream, device=self.cuda.device, pinned=False)
+            self.gpu = [self.device.array(array) for array in self.gpu]
+            caches = on_device(self.gpu, pages, self.refs)
+        elif backend.startswith("cuda"):
             self.fake = FakeCuda(11080 if backend == "cuda-old" else 13000)
             self.cuda = CudaBackend("cuda:0", CudaDriver(self.fake))
             make_stream = partial(CudaStream, device=self.cuda.device, pinned=backend != "cuda-pageable")
-            tensors = [
-                BlockTensor(a.ctypes.data, *a.shape[:1], a.strides[0], a.shape[1], "cuda:0", a) for a in self.gpu
-            ]
-            caches = CanonicalKVCaches(
-                [CanonicalKVCacheTensor(t, p) for t, p in zip(tensors, pages, strict=True)], self.refs
-            )
+            caches = on_device(self.gpu, pages, self.refs)
         rows = [page * factor for page in pages]
         if strided:  # one row of all tensors after the other, as ranks share a region, plus a foreign share
             whole = rng.integers(-128, 128, (cpu_blocks, sum(rows) + 32), np.int8)
@@ -70,11 +73,15 @@ class Rig:
 
     def event(self):
         """Return what a caller records after its last write; `set()` says that the write has ended."""
+        if self.backend == "device":
+            return self.device.event()
         return ComputeEvent(self.fake) if self.backend.startswith("cuda") else threading.Event()
 
     def close(self):
         self.pair.shutdown(5)
         assert self.stores.pending_jobs() == self.loads.pending_jobs() == []
+        if self.backend == "device":
+            self.cuda.close()
         if self.backend.startswith("cuda"):
             self.cuda.close()
             self.fake.close()
@@ -134,6 +141,12 @@ class Rig:
             assert np.array_equal(got, want)
 
 
+def on_device(arrays, pages, refs):
+    """Return KV caches over arrays as if they lay on a device."""
+    tensors = [BlockTensor(a.ctypes.data, a.shape[0], a.strides[0], a.shape[1], "cuda:0", a) for a in arrays]
+    return CanonicalKVCaches([CanonicalKVCacheTensor(t, p) for t, p in zip(tensors, pages, strict=True)], refs)
+
+
 @pytest.fixture
 def make_rig():
     """Make rigs that are shut down at the end of the test."""
@@ -148,7 +161,12 @@ def make_rig():
         rig.close()
 
 
-@pytest.fixture(params=["host", "scripted", "cuda", "cuda-pageable", "cuda-old"])
+BACKENDS = ["host", "scripted", "cuda", "cuda-pageable", "cuda-old"]
+if os.environ.get("KVOFFLOAD_TEST_GPU") == "1":
+    BACKENDS.append(pytest.param("device", marks=pytest.mark.gpu))
+
+
+@pytest.fixture(params=BACKENDS)
 def backend(request):
     return request.param
 
