@@ -15,6 +15,8 @@ _PUBLIC: dict[str, str] = {
     "LayoutError": "kvoffload.errors",
     "ConfigError": "kvoffload.errors",
     "UnsupportedError": "kvoffload.errors",
+    "NoSpaceError": "kvoffload.errors",
+    "TransferError": "kvoffload.errors",
     "ClosedError": "kvoffload.errors",
     "QuarantinedError": "kvoffload.errors",
     "UndrainedCopies": "kvoffload.errors",

@@ -5,7 +5,9 @@ from kvoffload.errors import ClosedError as ClosedError
 from kvoffload.errors import ConfigError as ConfigError
 from kvoffload.errors import KVOffloadError as KVOffloadError
 from kvoffload.errors import LayoutError as LayoutError
+from kvoffload.errors import NoSpaceError as NoSpaceError
 from kvoffload.errors import QuarantinedError as QuarantinedError
+from kvoffload.errors import TransferError as TransferError
 from kvoffload.errors import UndrainedCopies as UndrainedCopies
 from kvoffload.errors import UnsupportedError as UnsupportedError
 from kvoffload.errors import UsageError as UsageError
