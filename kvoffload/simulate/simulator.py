@@ -53,7 +53,7 @@ class SimulatedTrace:
     ) -> None:
         workload = Workload([path] if path is not None else [], seed=seed, limit=limit, keep_partial=keep_partial)
         self.unique_blocks = workload.measure().unique_blocks
-        self.name = workload.name
+        self.name = workload.name if path is None else str(path)  # as given: file names alone may be equal
         self.block_tokens = workload.block_tokens
         self.seed = seed
         self.requests = [

@@ -30,6 +30,15 @@ def test_json_has_one_row_per_cell_with_the_documented_fields(capsys):
     }  # fmt: skip
 
 
+def test_traces_with_one_file_name_are_told_apart(tmp_path, capsys):
+    paths = [tmp_path / name / "t.jsonl" for name in ("a", "b")]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text('{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n')
+    rows = rows_of(capsys, *map(str, paths), "--policy", "lru", "--capacity", "5")
+    assert [row["trace"] for row in rows] == [str(path) for path in paths]
+
+
 def test_processes_do_not_change_the_figures(capsys):
     options = ("--policy", "lru,adaptive", "--capacity", "5%,20%")
     alone = rows_of(capsys, *options)

@@ -37,7 +37,12 @@ def test_figures_are_those_after_the_warm_up(trace, policy):
     half = simulate(loaded, policy, 100, warmup=0.5)
     assert half.prefix_hit_ratio == pytest.approx(1 / 4)
     assert half.stored_blocks == 1
-    assert (half.trace, half.policy, half.hint, half.capacity_blocks) == ("tiny.jsonl", policy, None, 100)
+    assert (half.trace, half.policy, half.hint, half.capacity_blocks) == (
+        str(trace),
+        policy,
+        None,
+        100,
+    )
 
 
 def test_partial_blocks_can_be_kept(trace):
