@@ -117,12 +117,15 @@ class ReuseTable:
             margin.asked[index] += weight
 
     def advance(self, now: float) -> None:
-        """Move the clock: nodes that outlived their bin enter the next one. A bin waits an eighth of its width."""
+        """Move the clock: nodes that outlived their bin enter the next one, or several after a pause.
+
+        A bin waits an eighth of its width for its next scan.
+        """
         self.now = now
         if now < self._next_due:
             return
         due = self._due
-        bins = [index for index in range(BINS - 2, -1, -1) if now >= due[index]]
+        bins = [index for index in range(BINS - 1) if now >= due[index]]
         for index in bins:
             due[index] = now + (EDGES_SECONDS[index + 1] - EDGES_SECONDS[index]) * _SCAN_SHARE
         self._next_due = min(due)
