@@ -13,6 +13,7 @@ import resource
 import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -25,6 +26,7 @@ from kvoffload.transfer.cuda_driver import CudaDriver
 
 OK, NOTE, WARNING, FAILURE = "ok", "note", "warning", "failure"
 _SMALL_SHM_BYTES = 1 << 30
+_LIBRARIES = ("kvoffload", "numpy", "pyzmq", "msgspec", "pydantic", "prometheus_client", "uvloop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ def check_all(machine: Machine, config: OffloadConfig | None, *, clean: bool = F
         clean: Remove the leftovers of dead processes.
     """
     yield Finding("python", OK, f"{platform.python_version()} on {platform.system()} {platform.release()}")
+    yield libraries(machine)
     yield from memory(machine, config)
     yield shared_memory(machine.system)
     yield locked_memory(machine.memlock())
@@ -81,6 +84,15 @@ def check_all(machine: Machine, config: OffloadConfig | None, *, clean: bool = F
     yield from device(machine)
     yield leftovers(machine.system, clean=clean)
     yield from feed_ports(config.events if config is not None else EventsConfig(), wanted=config is not None)
+
+
+def libraries(machine: Machine) -> Finding:
+    """Name the versions of what kvoffload is built on."""
+    versions = []
+    for name in _LIBRARIES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{name} {machine.version_of(name)}")
+    return Finding("libraries", OK, ", ".join(versions) or "not installed as packages")
 
 
 def memory(machine: Machine, config: OffloadConfig | None) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ machine or its cgroup has less memory available.
 
 Examples:
   kvoffload plan offload.toml --model MODEL/config.json
+  kvoffload plan offload.toml --layers 32 --kv-heads 8 --head-dim 128
   kvoffload plan --set cpu_bytes_to_use=64GiB --set gpu_block_size=16 --set world_size=4 --group 80:8:128
   kvoffload plan offload.toml --group 61:mla:576 --json
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 from kvoffload.cli.main import FAILED, OK
 from kvoffload.cli.model_geometry import DTYPE_BYTES, LayerGroup, ModelGeometry, parse_group, read_model
 from kvoffload.cli.report import report
+from kvoffload.cli.values import positive
 from kvoffload.config import OffloadConfig
 from kvoffload.errors import ConfigError
 from kvoffload.memory import preflight
@@ -29,13 +31,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("config", nargs="?", type=Path, metavar="CONFIG", help="configuration file (.toml or .json)")
     add("--set", action="append", default=[], type=_setting, metavar="KEY=VALUE", help="set a key of the configuration")
     add("--model", type=Path, metavar="FILE", help="the model's config.json")
+    add("--layers", type=positive, metavar="N", help="layers, all in one KV-cache group; with the options below")
+    add("--kv-heads", type=positive, metavar="N", help="heads of K and of V, over all ranks")
+    add("--head-dim", type=positive, metavar="N", help="numbers per head")
+    add("--latent-dim", type=positive, metavar="N", help="numbers per token of a latent (MLA) cache, instead of heads")
     add(
         "--group",
         action="append",
         default=[],
         type=_group,
         metavar="LAYERS:KV_HEADS:HEAD_DIM",
-        help="a KV-cache group's layers, instead of --model; LAYERS:mla:LATENT_DIM for a latent cache; once per group",
+        help="the same for one of several KV-cache groups, once per group; LAYERS:mla:LATENT_DIM for a latent cache",
     )
     add("--dtype", choices=sorted(DTYPE_BYTES), help="type of the KV cache's numbers (the model's, or bfloat16)")
     add("--shared-tensors", action="store_true", help="the groups' layers share tensors")
@@ -67,15 +73,28 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _geometry(args: argparse.Namespace) -> ModelGeometry:
-    if (args.model is None) == (not args.group):
-        raise ConfigError("say what the model's KV cache looks like: --model config.json, or --group 32:8:128")
+    if sum(bool(given) for given in (args.model, args.group, args.layers)) != 1:
+        raise ConfigError(
+            "say what the model's KV cache looks like, in one way: --model config.json, --layers with --kv-heads and "
+            "--head-dim, or --group 32:8:128"
+        )
     groups, dtype_bytes = tuple(args.group), DTYPE_BYTES["bfloat16"]
     if args.model is not None:
         group, dtype_bytes = read_model(args.model)
         groups = (group,)
+    if args.layers is not None:
+        groups = (_one_group(args),)
     if args.dtype is not None:
         dtype_bytes = DTYPE_BYTES[args.dtype]
     return ModelGeometry(groups, dtype_bytes, args.shared_tensors)
+
+
+def _one_group(args: argparse.Namespace) -> LayerGroup:
+    if args.latent_dim is not None:
+        return LayerGroup(args.layers, latent_dim=args.latent_dim)
+    if args.kv_heads is None or args.head_dim is None:
+        raise ConfigError("--layers needs --kv-heads and --head-dim, or --latent-dim")
+    return LayerGroup(args.layers, args.kv_heads, args.head_dim)
 
 
 def plan(

@@ -108,6 +108,11 @@ def test_machine_without_a_driver_or_torch_is_fine(system):
     assert "install torch" in findings["torch"].advice
 
 
+def test_versions_of_libraries_are_named(system):
+    assert "numpy 2.13.0, pyzmq 2.13.0" in found(system)["libraries"].found
+    assert found(system, version_of=no_package)["libraries"].found == "not installed as packages"
+
+
 def test_leftovers_are_named_and_removed_when_asked_and_files_in_use_stay(system):
     dead, used = system.shm / "kvoffload_dead.mmap", system.shm / "kvoffload_used.mmap"
     for path in (dead, used):

@@ -52,6 +52,17 @@ def test_a_latent_cache_is_whole_on_every_rank(capsys):
     assert values["engine_block_bytes_per_rank"] == 61 * 576 * 16
 
 
+@pytest.mark.parametrize(
+    ("options", "group"),
+    [
+        (["--layers", "32", "--kv-heads", "8", "--head-dim", "128"], "32:8:128"),
+        (["--layers", "61", "--latent-dim", "576"], "61:mla:576"),
+    ],
+)
+def test_one_group_can_be_spelt_out(capsys, options, group):
+    assert planned(capsys, *options) == planned(capsys, "--group", group)
+
+
 def test_fewer_heads_than_ranks_are_held_twice(capsys):
     values = planned(capsys, "--group", "2:2:64", "--set", "world_size=4")
     assert values["engine_block_bytes_per_rank"] == 2 * 2 * 64 * 2 * 16
@@ -108,7 +119,9 @@ def test_a_file_is_read_and_a_table_printed(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--model config.json, or --group"),
+        ([], "in one way: --model config.json, --layers"),
+        (["--group", "32:8:128", "--layers", "32"], "in one way"),
+        (["--layers", "32", "--kv-heads", "8"], "--layers needs --kv-heads and --head-dim, or --latent-dim"),
         (["--group", "32:8:128", "--set", "cpu_bytes_to_use=1KiB"], "at least one offloaded block"),
         (["--group", "32:6:128", "--set", "world_size=4"], "6 KV heads cannot be cut over 4 ranks"),
         (["--group", "32:8:128", "--set", "gpu_block_size=16,32"], "names 2 KV-cache groups"),
