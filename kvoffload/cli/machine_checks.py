@@ -197,7 +197,7 @@ def feed_ports(events: EventsConfig | None, *, wanted: bool) -> Iterator[Finding
         return
     for key, endpoint in (("endpoint", events.endpoint), ("replay_endpoint", events.replay_endpoint)):
         parts = urlsplit(endpoint or "")
-        if parts.scheme != "tcp" or parts.port is None or events.bind is False:
+        if parts.scheme != "tcp" or not parts.port or events.bind is False:
             continue
         host = "0.0.0.0" if parts.hostname in {"*", None} else str(parts.hostname)  # noqa: S104 - as it would be bound
         port = parts.port + events.dp_rank

@@ -108,6 +108,16 @@ def test_machine_without_a_driver_or_torch_is_fine(system):
     assert "install torch" in findings["torch"].advice
 
 
+def test_everything_that_is_not_fine_says_what_to_do(system, monkeypatch):
+    monkeypatch.setattr("kvoffload.memory.preflight.shm_available_bytes", lambda _: 1 << 20)
+    (system.shm / "kvoffload_dead.mmap").write_bytes(b"x")
+    config = kv.OffloadConfig(cpu_bytes_to_use="2GiB", gpu_block_size=16)
+    findings = found(system, config, memlock=lambda: 1 << 20, version_of=no_package)
+    wrong = {name: finding for name, finding in findings.items() if finding.status != OK}
+    assert wrong.keys() >= {"memory", "shared memory", "locked memory", "cuda driver", "torch", "leftovers"}
+    assert all(finding.advice for finding in wrong.values())
+
+
 def test_versions_of_libraries_are_named(system):
     assert "numpy 2.13.0, pyzmq 2.13.0" in found(system)["libraries"].found
     assert found(system, version_of=no_package)["libraries"].found == "not installed as packages"
@@ -143,7 +153,7 @@ def test_ports_in_use_are_named(wanted, status):
 
 def test_feeds_that_bind_no_port_are_not_tried():
     connecting = EventsConfig(endpoint="tcp://10.0.0.1:5557", replay_endpoint=None, bind=False)
-    local = EventsConfig(endpoint="ipc:///run/kv", replay_endpoint="inproc://x")
+    local = EventsConfig(endpoint="ipc:///run/kv", replay_endpoint="tcp://127.0.0.1:0")
     assert [*feed_ports(connecting, wanted=True), *feed_ports(local, wanted=True), *feed_ports(None, wanted=True)] == []
 
 
