@@ -83,7 +83,7 @@ class Consumer:
     def _replay(self, world: World, number: int) -> None:
         # Ending early is right as long as the live batch at hand is not older than the publisher's window.
         stops_early = self.stops_early and number >= world.journal.oldest
-        for frame, payload in world.replay(self.expected, strict=stops_early or world.strict):
+        for _, frame, payload in world.replay(self.expected, strict=stops_early or world.strict):
             sequence = int.from_bytes(frame, "big")
             if sequence < self.expected:
                 continue
