@@ -1,7 +1,9 @@
 """The transfers in flight: submit, take completions, notice copies that do not end.
 
 A direction is a queue, so only its oldest transfer can be late: it is *hung* when it has been the oldest for longer
-than the deadline. A hung transfer is answered but stays on the board until its copy really ends.
+than the deadline. A hung transfer is answered but stays on the board until its copy really ends. Until then the
+direction is *stuck*: what waits behind is answered a deadline after its own submission, and nothing new should be sent
+after it, since that would only lose more GPU blocks.
 """
 
 from __future__ import annotations
@@ -47,11 +49,16 @@ class TransferBoard:
         self._running: dict[JobKind, OrderedDict[int, Transfer]] = {"load": OrderedDict(), "store": OrderedDict()}
         self._head_since: dict[JobKind, float] = {"load": 0.0, "store": 0.0}
         self._hung: dict[int, Transfer] = {}
+        self._num_hung: dict[JobKind, int] = {"load": 0, "store": 0}
         self.inflight_bytes: dict[JobKind, int] = {"load": 0, "store": 0}
 
     def num_running(self, kind: JobKind) -> int:
         """Transfers of one direction that are in time."""
         return len(self._running[kind])
+
+    def is_stuck(self, kind: JobKind) -> bool:
+        """A hung copy holds the direction up."""
+        return self._num_hung[kind] > 0
 
     @property
     def num_hung(self) -> int:
@@ -74,8 +81,9 @@ class TransferBoard:
     def submit(self, transfer: Transfer) -> BaseException | None:
         """Hand a transfer to its handler; return why it was refused, or None."""
         running = self._running[transfer.kind]
+        transfer.submitted_seconds = self._clock()
         if not running:
-            self._head_since[transfer.kind] = self._clock()
+            self._head_since[transfer.kind] = transfer.submitted_seconds
         running[transfer.id] = transfer
         self.inflight_bytes[transfer.kind] += transfer.num_bytes
         error: BaseException | None
@@ -93,8 +101,10 @@ class TransferBoard:
         was_head = next(iter(running), None) == transfer.id
         del running[transfer.id]
         self.inflight_bytes[transfer.kind] -= transfer.num_bytes
-        if was_head:
-            self._head_since[transfer.kind] = self._clock()
+        if was_head and running:
+            head = next(iter(running.values()))
+            stuck = self.is_stuck(transfer.kind)
+            self._head_since[transfer.kind] = head.submitted_seconds if stuck else self._clock()
 
     def poll(self) -> None:
         """Take what finished.
@@ -121,6 +131,10 @@ class TransferBoard:
                 logger.warning("a handler reported job %d, which is not running", result.job_id)
                 return
             self._drop(transfer)
+        else:
+            self._num_hung[transfer.kind] -= 1
+            if not self.is_stuck(transfer.kind):
+                self._head_since[transfer.kind] = self._clock()
         self._on_ended(transfer, result)
 
     def check_deadlines(self) -> None:
@@ -132,6 +146,7 @@ class TransferBoard:
 
     def declare_hung(self, transfer: Transfer) -> None:
         """Move a running transfer to the hung ones and say so."""
+        self._num_hung[transfer.kind] += 1
         self._drop(transfer)
         self._hung[transfer.id] = transfer
         self._on_hung(transfer)

@@ -151,7 +151,7 @@ Listener = Callable[[Job], None]
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """What a handler runs: its id there, its jobs, and since when it is the oldest of its direction."""
+    """What a handler runs: its id there, its jobs, and when it was submitted."""
 
     id: int
     kind: JobKind
@@ -159,6 +159,7 @@ class Transfer:
     jobs: list[Job]
     ready: Ready
     num_bytes: int
+    submitted_seconds: float = 0.0
 
 
 @dataclass(slots=True)

@@ -82,15 +82,22 @@ class LoadDesk:
         for why, amount in Counter("unreachable" if key in held else cause(key) for key in missed).items():
             metrics.count("miss_blocks", amount, why)
 
+    @property
+    def is_stuck(self) -> bool:
+        """A load that does not end holds up all others: they had better miss than lose their blocks, too."""
+        return self._board.is_stuck("load")
+
     def room(self, num_bytes: int) -> bool:
         """A load of `num_bytes` may be submitted now; one alone is never too large."""
+        if self.is_stuck:
+            return False
         jobs, inflight = self._board.num_running("load"), self._board.inflight_bytes["load"]
         return not jobs or (jobs < self._max_inflight_jobs and inflight + num_bytes <= self._max_inflight_bytes)
 
     def pending_job(self, request: RequestState, upto_tokens: int) -> Job | None:
         """Return the last job that still writes a block of the first `upto_tokens`, right behind the ready prefix."""
         core, last = self._core, None
-        if not core.writing or not core.serving or request.over:
+        if not core.writing or not core.serving or request.over or self.is_stuck:
             return None
         for group_idx, span in enumerate(core.geometry.spans):
             keys = request.chain.keys(group_idx)[: -(-upto_tokens // span)]

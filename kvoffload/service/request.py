@@ -271,6 +271,8 @@ class OffloadRequest:
             return LoadResult(LoadOutcome.UNHEALTHY, reason="unhealthy", error=engine.fault)
         if not engine.enabled:
             return LoadResult(LoadOutcome.MISS, reason="disabled")
+        if engine.loads.is_stuck:
+            return LoadResult(LoadOutcome.MISS, reason="deadline")
         return None
 
     async def _wait_pending(self, state: RequestState, upto_tokens: int, until: float) -> None:

@@ -53,8 +53,9 @@ class LoadResult:
         pending_seconds: Time spent waiting for blocks that were being written.
         queue_seconds: Time between submission and the copy's start.
         copy_seconds: Time of the copy.
-        reason: Why it is not `LOADED`: `"reset"`, `"timeout"`, `"deadline"`, `"copy_failed"`, `"backpressure"`,
-            `"aborted"`, `"expired"`, `"disabled"`, `"unhealthy"`, or None for a plain miss.
+        reason: Why it is not `LOADED`: `"reset"`, `"timeout"`, `"deadline"` (its copy, or one before it, did not end in
+            time), `"copy_failed"`, `"backpressure"`, `"aborted"`, `"expired"`, `"disabled"`, `"unhealthy"`, or None for
+            a plain miss.
         error: The exception behind a failed copy or an unhealthy service.
     """
 

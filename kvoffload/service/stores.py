@@ -140,6 +140,8 @@ class StoreDesk:
             return "paused"
         if request.over:
             return "aborted"
+        if self._board.is_stuck("store"):
+            return "deadline"
         if self._board.num_running("store") >= self._max_inflight_jobs:
             return "backpressure"
         pending = self._board.inflight_bytes["store"] + self._queued_bytes

@@ -219,7 +219,8 @@ async def in_thread(
             for result in results:
                 undo(result)
 
-    threading.Thread(target=run, name=name, daemon=daemon).start()
+    thread = threading.Thread(target=run, name=name, daemon=daemon)
+    thread.start()
     try:
         result = await future
     except BaseException:  # cancelled, or the loop was dropped; an error of `function` leaves nothing to undo
@@ -228,4 +229,5 @@ async def in_thread(
             threading.Thread(target=take_back, name=name, daemon=daemon).start()
         raise
     unclaimed.clear()
+    thread.join()  # it has nothing left to do: who is told that it is over finds no thread of it
     return result

@@ -329,3 +329,61 @@ async def test_closing_leaves_the_blocks_of_open_requests_with_their_owners_unti
         with pytest.raises(kv.ClosedError):
             request.match()
     rig.check([0, 1, 2])
+
+
+async def test_hung_store_does_not_take_the_blocks_of_later_requests_and_bounds_the_waits_behind_it():
+    clock = ManualClock()
+    rig = Rig(store_deadline_seconds=30.0)
+    async with rig.service(clock=clock) as service:
+        rig.stores.hold()
+        jobs = []
+        for seed in range(3):
+            async with service.request(
+                f"r{seed}", service.chain(tokens(BLOCK, seed)), gpu_blocks=[seed], free=rig.free
+            ) as request:
+                jobs.append(request.store(computed_tokens=BLOCK, ready="host-visible"))
+            await asyncio.sleep(0)
+            clock.advance(1.0)
+        clock.advance(28.5)  # the second waits behind a copy that does not end: its own deadline counts
+        service.engine.bridge.notify()
+        assert [(await job).reason for job in jobs[:2]] == ["deadline"] * 2
+        assert not jobs[2].done
+        clock.advance(1.0)
+        service.engine.bridge.notify()
+        assert (await jobs[2]).reason == "deadline"
+        late = await _store(rig, service, [9], seed=9, name="late")
+        assert (late.rejected, late.reason) == (1, "deadline")
+        assert rig.freed == [9], "no copy of it was begun"
+        rig.stores.finish_all()
+        rig.stores.resume()
+        assert await service.drain(1.0)
+        rig.allocate([9])
+        assert (await _store(rig, service, [9], seed=9, name="later")).stored == 1
+    rig.check([0, 1, 2, 9])
+
+
+async def test_hung_load_turns_later_loads_into_misses_and_lets_those_in_line_go():
+    clock = ManualClock()
+    rig = Rig(load_deadline_seconds=5.0, max_inflight_load_bytes=1)
+    async with rig.service(clock=clock) as service:
+        await _store(rig, service, [0, 1])
+        rig.loads.hold()
+
+        async def load(index):
+            table = [10 + 3 * index + i for i in range(3)]
+            async with service.request(f"r{index}", service.chain(tokens(9)), gpu_blocks=table, free=rig.free) as r:
+                return await r.load(timeout=1000.0)
+
+        tasks = [asyncio.create_task(load(index)) for index in range(4)]
+        while not rig.loads.pending_jobs():
+            await asyncio.sleep(0)
+        clock.advance(5.0)
+        service.engine.bridge.notify()
+        results = await asyncio.wait_for(asyncio.gather(*tasks), 5.0)
+        assert [r.outcome for r in results] == [kv.LoadOutcome.FAILED] + [kv.LoadOutcome.MISS] * 3
+        assert {r.reason for r in results} == {"deadline"}
+        assert sorted(rig.freed) == [0, 1, *range(12, 22)], "all but the blocks of the hung copy"
+        rig.loads.finish_all()
+        assert await service.drain(1.0)
+        assert not service.room.busy
+    rig.check([0, 1, *range(10, 22)])

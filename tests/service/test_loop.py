@@ -17,7 +17,7 @@ import kvoffload as kv
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
-SLOWER = 6 if sys.flags.dev_mode else 1
+SLOWER = 20 if sys.flags.dev_mode else 1  # asyncio's debug mode notes a stack for every future
 
 
 class Heartbeat:
