@@ -49,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="drop",
         help="a prompt's unfinished last block: real engines do not offer it (drop)",
     )
+    add(
+        "--prefill-rate", type=positive, default=10_000, metavar="N",
+        help="tokens per second of a prefill that a hit saves: the simulated one only writes bytes (10000)",
+    )  # fmt: skip
     add("--concurrency", type=positive, default=8, metavar="N", help="requests at a time (8)")
     add("--speed", type=speed, metavar="max|N", help="N times the trace's own clock, or as fast as possible (max)")
     add("--verify", action=argparse.BooleanOptionalAction, default=True, help="check each loaded block's bytes (on)")
@@ -125,5 +129,6 @@ def _config(args: argparse.Namespace, workload: Workload, measured: WorkloadSize
         eviction_policy=args.policy,
         store_threshold=args.store_threshold,
         model_name="simulated",
+        prefill_tokens_per_second=args.prefill_rate,
         events=_events(args.events),
     )

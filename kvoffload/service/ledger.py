@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvoffload.errors import UsageError
 from kvoffload.manager.base import MetricsSink
+from kvoffload.metrics.plain import plain_number
 from kvoffload.service.results import LoadOutcome, LoadResult
 
 _MOVED = (LoadOutcome.LOADED, LoadOutcome.PARTIAL, LoadOutcome.FAILED)
@@ -51,11 +52,13 @@ class LoadLedger:
         Raises:
             UsageError: Not a number of tokens and of seconds above 0.
         """
-        if not (tokens > 0 and 0 < seconds < float("inf")):
-            raise UsageError(f"a prefill has tokens and seconds above 0, got {tokens} and {seconds}")
+        work, took = plain_number(tokens) or 0, plain_number(seconds) or 0
+        rate = work / took if work > 0 and took > 0 else 0.0
+        if not 0 < rate < float("inf"):
+            raise UsageError(f"a prefill has tokens and seconds above 0, got {tokens!r} and {seconds!r}")
         if self._fixed:
             return
-        rate, known = tokens / seconds, self.tokens_per_second
+        known = self.tokens_per_second
         self.tokens_per_second = known + _WEIGHT * (rate - known) if known else rate
         self._price()
 

@@ -14,7 +14,7 @@ import pytest
 import kvoffload
 from kvoffload.cli.main import COMMANDS, CommandParser, add_commands
 from kvoffload.config import EventsConfig, OffloadConfig
-from kvoffload.metrics.catalog import CATALOG, SERIES
+from kvoffload.metrics.catalog import CATALOG, LOAD_REASONS, SERIES, STORE_REASONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -117,6 +117,11 @@ def test_every_error_that_tells_of_operation_is_public():
     named = {name for name in code_spans((ROOT / "docs" / "failures.md").read_text()) if name.endswith("Error")}
     assert {"NoSpaceError", "TransferError"} <= named
     assert named - {"CancelledError"} <= set(kvoffload.__all__)
+
+
+def test_the_page_of_failures_names_every_reason_that_a_result_can_give():
+    spans = set(code_spans((ROOT / "docs" / "failures.md").read_text()))
+    assert {*LOAD_REASONS, *STORE_REASONS} - {"other"} <= spans
 
 
 def test_every_key_of_the_configuration_that_runbooks_and_help_name_exists():

@@ -268,7 +268,8 @@ async def test_prefill_seconds_saved_follow_what_requests_report_and_price_earli
         assert (await scrape(service))("prefill_seconds_saved_total") == 0
         async with service.request("r", service.chain(tokens(4, 7)), gpu_blocks=[9], free=None) as request:
             request.prefilled(40, 10.0)
-            for wrong in ((0, 1.0), (1, 0.0), (1, float("nan")), (1, float("inf"))):
+            odd = ((None, 1.0), (1, "soon"), (10**400, 1.0), (1e308, 1e-308), (-1, -1.0))
+            for wrong in ((0, 1.0), (1, 0.0), (1, float("nan")), (1, float("inf")), *odd):
                 with pytest.raises(kv.UsageError):
                     request.prefilled(*wrong)
         now = await scrape(service)

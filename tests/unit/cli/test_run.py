@@ -212,6 +212,8 @@ def test_the_metrics_at_the_end_are_written_to_a_file(tmp_path, capsys):
     assert float(lines[f"kvoffload_requests_total{{{labels}}}"]) == report["requests"]
     loaded = lines[f'kvoffload_transfer_bytes_total{{direction="load",{labels}}}']
     assert float(loaded) == report["bytes_loaded"]
+    saved = float(lines[f"kvoffload_prefill_seconds_saved_total{{{labels}}}"])
+    assert saved == pytest.approx(float(lines[f"kvoffload_loaded_tokens_total{{{labels}}}"]) / 10_000)
 
 
 def test_a_run_without_end_serves_metrics_until_it_is_told_to_stop():
