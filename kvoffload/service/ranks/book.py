@@ -122,10 +122,11 @@ class RankBook:
 
     def take_each(self) -> dict[int, bytes]:
         """Return for each rank what it has not got yet; ranks that lack the same get the same message."""
-        behind = {index: state for index, state in enumerate(self._ranks) if state.up and state.sent != self._number}
-        if len({state.sent for state in behind.values()}) == 1:
-            return dict.fromkeys(behind, self._batch(list(behind.values())))
-        return {index: self._batch([state]) for index, state in behind.items()}
+        behind = [index for index, state in enumerate(self._ranks) if state.up and state.sent != self._number]
+        if len({self._ranks[index].sent for index in behind}) == 1:
+            return dict.fromkeys(behind, self._batch([self._ranks[index] for index in behind]))
+        batches = {index: self.take(index) for index in behind}
+        return {index: batch for index, batch in batches.items() if batch is not None}
 
     def take_common(self) -> bytes:
         """Return what some rank has not got yet, as one message for all; they must all get every message."""

@@ -15,13 +15,9 @@ import logging
 import os
 import secrets
 import select
-import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Literal
 
 import zmq
@@ -32,6 +28,7 @@ from kvoffload.service.bridge import CompletionBridge
 from kvoffload.service.ranks import meeting
 from kvoffload.service.ranks.admission import why_refused
 from kvoffload.service.ranks.book import RankBook
+from kvoffload.service.ranks.peers import Peer, Stranger, note_listener
 from kvoffload.service.ranks.wire import LEAVING, READY, Hello, Reports, Welcome, decode_reports, encode
 
 logger = logging.getLogger(__name__)
@@ -41,51 +38,6 @@ _HELLO_SECONDS = 5.0
 _IDLE_MILLISECONDS = 1000
 _BACK_OFF_SECONDS = 0.1
 _MESSAGES_AT_A_TIME = 32
-
-
-@dataclass(slots=True, eq=False)
-class _Peer:
-    """A connected rank process.
-
-    Attributes:
-        identity: Its name on the zmq channel.
-        invited: Welcome and region were sent.
-        ready: It said so.
-        greeted: Its first message came on the zmq channel.
-    """
-
-    hello: Hello
-    sock: socket.socket
-    pidfd: int
-    identity: bytes
-    invited: bool = False
-    ready: bool = False
-    greeted: bool = False
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)  # the other end hears of it even if a fork holds the connection
-        self.sock.close()
-        os.close(self.pidfd)
-
-
-@dataclass(slots=True)
-class _Stranger:
-    sock: socket.socket
-    pid: int
-    until_seconds: float
-
-
-_listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def _free_addresses_in_fork() -> None:
-    """Close a fork's copies of listening sockets: they would keep the address taken when this process has gone."""
-    for listener in _listeners:
-        listener.close()
-
-
-os.register_at_fork(after_in_child=_free_addresses_in_fork)
 
 
 class RankChannel:
@@ -121,18 +73,18 @@ class RankChannel:
         self.debug_checks = False
         self._transport: Transport = transport
         self._book, self._lock, self._ring = book, lock, ring
-        self._peers: dict[int, _Peer] = {}
-        self._strangers: dict[int, _Stranger] = {}
+        self._peers: dict[int, Peer] = {}
+        self._strangers: dict[int, Stranger] = {}
         self._region: SharedOffloadRegion | None = None
         self._stopping = False
         self._listener = meeting.listen(address)
-        _listeners.add(self._listener)
+        note_listener(self._listener)
         self._wake = CompletionBridge()
         self._context = zmq.Context()
         self._socket_lock = threading.Lock()
         self._router: zmq.Socket[bytes] | None = None
         self._poller = select.poll()
-        self._watched: dict[int, _Peer] = {}
+        self._watched: dict[int, Peer] = {}
         self._changed = True
         self._endpoint = f"ipc://@kvoffload-{os.getpid()}-{secrets.token_hex(8)}"
         self._thread = threading.Thread(target=self._run, name="kvoffload-ranks", daemon=True)
@@ -240,7 +192,7 @@ class RankChannel:
             return
         try:
             sock.setblocking(False)
-            stranger = _Stranger(sock, meeting.peer_pid(sock), time.monotonic() + _HELLO_SECONDS)
+            stranger = Stranger(sock, meeting.peer_pid(sock), time.monotonic() + _HELLO_SECONDS)
         except (KVOffloadError, OSError) as error:
             logger.warning("a connection was refused: %s", error)
             sock.close()
@@ -256,7 +208,7 @@ class RankChannel:
             logger.warning("process %d connected but is no rank: it said nothing", stranger.pid)
             stranger.sock.close()
 
-    def _meet(self, stranger: _Stranger) -> None:
+    def _meet(self, stranger: Stranger) -> None:
         sock = stranger.sock
         self._changed = True
         try:
@@ -276,7 +228,7 @@ class RankChannel:
             sock.close()
             return
         with self._lock:
-            self._peers[hello.rank] = _Peer(hello, sock, pidfd, hello.incarnation.to_bytes(8, "big"))
+            self._peers[hello.rank] = Peer(hello, sock, pidfd, hello.incarnation.to_bytes(8, "big"))
             self.hellos[hello.rank] = hello
             self._lock.notify_all()
 
@@ -291,7 +243,7 @@ class RankChannel:
                 self._lock.notify_all()
         return refusal
 
-    def _invite(self, peer: _Peer, region: SharedOffloadRegion) -> None:
+    def _invite(self, peer: Peer, region: SharedOffloadRegion) -> None:
         welcome = Welcome(
             epoch=self._book.epoch,
             transport=self._transport,
@@ -305,7 +257,7 @@ class RankChannel:
             self._let_go(peer, f"it could not be let in: {error}")
         peer.invited = True
 
-    def _bring_up(self, peer: _Peer) -> None:
+    def _bring_up(self, peer: Peer) -> None:
         """Let a rank take commands once it is ready and, with zmq, its channel works."""
         if not peer.ready or not (peer.greeted or self._transport == "piggyback"):
             return
@@ -317,7 +269,7 @@ class RankChannel:
 
     # ---- leaving
 
-    def _look_at(self, peer: _Peer) -> None:
+    def _look_at(self, peer: Peer) -> None:
         """A rank's connection or process has news: it is ready, leaves, or has gone."""
         rank = peer.hello.rank
         if self._peers.get(rank) is not peer:
@@ -343,7 +295,7 @@ class RankChannel:
             logger.info("rank %d is leaving: process %d", rank, peer.hello.pid)
             self._ring()
 
-    def _let_go(self, peer: _Peer, why: str) -> None:
+    def _let_go(self, peer: Peer, why: str) -> None:
         rank = peer.hello.rank
         self._changed = True
         with self._lock:
