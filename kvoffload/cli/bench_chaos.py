@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         resident.append((done, resident_bytes()))
 
     driver = ChaosDriver(args.seed, note)
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     loop_factory = _uvloop() if args.uvloop else None
     try:
         with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         "seed": args.seed,
         "violations": len(driver.violations),
         "seconds": round(time.perf_counter() - began, 2),
+        "cpu_seconds": round(time.process_time() - cpu, 2),
         "rss_growth_bytes": _second_half_growth(resident, args.ops),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "first_violations": driver.violations[:_SHOWN],
