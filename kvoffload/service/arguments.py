@@ -1,12 +1,21 @@
-"""Checks of what callers pass: a mistake is a `UsageError` at the door, before anything has changed."""
+"""Checks of what callers pass: a mistake is a `UsageError` at the door, before anything has changed.
+
+What is not checked here would be found by a policy deep inside the manager, and one caller's mistake would look like a
+broken manager, which ends the service for all.
+"""
 
 from __future__ import annotations
 
 import inspect
+import math
 import operator
+from collections.abc import Collection
+from numbers import Real
 from typing import SupportsIndex
 
 from kvoffload.errors import UsageError
+from kvoffload.keys import BlockChain, OffloadKey
+from kvoffload.manager.base import ReqContext, RequestOutcome
 from kvoffload.transfer.base import HOST_VISIBLE, Ready
 
 
@@ -41,3 +50,56 @@ def whole_number(value: SupportsIndex, name: str) -> int:
     if number < 0:
         raise UsageError(f"{name} must not be negative, got {number}")
     return number
+
+
+def check_request(context: ReqContext, chain: BlockChain) -> None:
+    """Refuse what cannot name a request.
+
+    Raises:
+        UsageError: The context or the chain is of another type, or holds a value of one.
+    """
+    if not isinstance(context, ReqContext):
+        raise UsageError(f"a request is named by a str or a ReqContext, got {context!r}")
+    if not isinstance(context.req_id, str) or not context.req_id:
+        raise UsageError(f"a request needs a req_id, a non-empty str; got {context.req_id!r}")
+    if not _is_number(context.priority):
+        raise UsageError(f"priority must be a number, got {context.priority!r}")
+    _check_seconds(context.started_seconds, "started_seconds")
+    if not isinstance(chain, BlockChain):
+        raise UsageError(f"chain must come from service.chain(...), got {type(chain).__name__}")
+
+
+def check_outcome(outcome: RequestOutcome) -> None:
+    """Refuse hints that are no numbers.
+
+    Raises:
+        UsageError: One is.
+    """
+    if not isinstance(outcome, RequestOutcome):
+        raise UsageError(f"expected a RequestOutcome, got {outcome!r}")
+    if outcome.output_tokens is not None:
+        whole_number(outcome.output_tokens, "output_tokens")
+    _check_seconds(outcome.now_seconds, "now_seconds")
+    _check_seconds(outcome.expected_return_seconds, "expected_return_seconds")
+
+
+def check_keys(keys: Collection[OffloadKey]) -> list[OffloadKey]:
+    """Return the keys as a list.
+
+    Raises:
+        UsageError: One is no bytes.
+    """
+    checked = list(keys)
+    wrong: list[object] = [key for key in checked if not isinstance(key, bytes)]
+    if wrong:
+        raise UsageError(f"a key is bytes, got {wrong[0]!r}")
+    return checked
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not math.isnan(value)
+
+
+def _check_seconds(value: float | None, name: str) -> None:
+    if value is not None and not _is_number(value):
+        raise UsageError(f"{name} must be a number of seconds, got {value!r}")

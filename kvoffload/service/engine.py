@@ -16,7 +16,7 @@ from kvoffload.errors import UsageError
 from kvoffload.keys import BlockChain, OffloadKey
 from kvoffload.manager.base import ReqContext, RequestOutcome
 from kvoffload.manager.specs import GPULoadStoreSpec
-from kvoffload.service.arguments import check_ready, whole_number
+from kvoffload.service.arguments import check_keys, check_outcome, check_ready, whole_number
 from kvoffload.service.core import LeaseState, RequestState
 from kvoffload.service.jobs import Job, JobState
 from kvoffload.service.life import EngineLife
@@ -64,6 +64,7 @@ class OffloadEngine(EngineLife):
     def hint(self, request_id: str, outcome: RequestOutcome) -> None:
         """Say what is known about a request's end; policies learn of it at `finish`."""
         self.check()
+        check_outcome(outcome)
         self.state(request_id).outcome = outcome
 
     def finish(self, request_id: str) -> None:
@@ -246,7 +247,7 @@ class OffloadEngine(EngineLife):
     def discard(self, keys: Collection[OffloadKey]) -> int:
         """Drop some keys, whose content is invalid; return how many were held."""
         self.check()
-        dropped = self._core.manager.discard(keys)
+        dropped = self._core.manager.discard(check_keys(keys))
         self._core.flush_events(cause="discarded")
         return dropped
 

@@ -18,7 +18,7 @@ from kvoffload.errors import ClosedError, TransferError, UsageError
 from kvoffload.keys import BlockChain
 from kvoffload.manager.base import ReqContext, RequestOutcome
 from kvoffload.manager.specs import GPULoadStoreSpec
-from kvoffload.service.arguments import check_ready, whole_number
+from kvoffload.service.arguments import check_ready, check_request, whole_number
 from kvoffload.service.core import LeaseState, RequestState
 from kvoffload.service.geometry import Tables
 from kvoffload.service.jobs import Job
@@ -60,10 +60,7 @@ class OffloadRequest:
         free: Free | None,
     ) -> None:
         self.context = ReqContext(context) if isinstance(context, str) else context
-        if not isinstance(self.context, ReqContext):
-            raise UsageError(f"a request is named by a str or a ReqContext, got {context!r}")
-        if not isinstance(chain, BlockChain):
-            raise UsageError(f"chain must come from service.chain(...), got {type(chain).__name__}")
+        check_request(self.context, chain)
         if free is not None and not callable(free):
             raise UsageError(f"free must be callable with a list of GPU blocks, or None; got {free!r}")
         self.id = self.context.req_id or ""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from kvoffload.errors import UsageError
 from kvoffload.keys import BlockChain, OffloadKey
 from kvoffload.manager.base import ReqContext, RequestOutcome
+from kvoffload.service.arguments import check_request
 from kvoffload.service.core import Core, RequestState
 
 RECENT_REQUESTS = 256
@@ -38,14 +39,13 @@ class Roster:
         Raises:
             UsageError: No id, an id in use, or a chain that was not cut for this model.
         """
-        if not context.req_id:
-            raise UsageError("a request needs a req_id")
+        check_request(context, chain)
         if context.req_id in self._open:
             raise UsageError(f"request {context.req_id!r} has begun already")
         groups = self._core.geometry.groups
         if chain.groups != groups:
             raise UsageError(f"the chain was cut for {chain.groups}, the model has {groups}")
-        req_id, now = context.req_id, self._core.clock()
+        req_id, now = context.req_id or "", self._core.clock()
         if context.started_seconds is None:
             context = replace(context, started_seconds=now)
         state = self._open[req_id] = RequestState(context, chain, [0] * len(chain.groups), now)

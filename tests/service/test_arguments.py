@@ -98,3 +98,43 @@ async def test_store_of_two_blocks_from_one_gpu_block_is_refused_and_may_be_made
             table[1] = 1
             assert (await request.store(computed_tokens=4 * BLOCK, ready="host-visible")).stored == 4
         check_books(rig.spec.cpu_manager)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"output_tokens": "x"},
+        {"output_tokens": -1},
+        {"expected_return_seconds": "soon"},
+        {"expected_return_seconds": float("nan")},
+    ],
+    ids=str,
+)
+async def test_wrong_hint_of_one_request_does_not_end_the_service_for_all(wrong):
+    rig = Rig(policy="adaptive")
+    async with rig.service() as service:
+        async with service.request("r", service.chain(tokens(8)), gpu_blocks=[0, 1], free=rig.free) as request:
+            with pytest.raises(kv.UsageError, match=next(iter(wrong))):
+                request.finished(**wrong)
+        assert service.health().ok
+
+
+@pytest.mark.parametrize("wrong", [{"priority": "high"}, {"priority": None}, {"started_seconds": "now"}], ids=str)
+async def test_context_with_a_wrong_value_is_refused(wrong):
+    rig = Rig(policy="adaptive")
+    async with rig.service() as service:
+        with pytest.raises(kv.UsageError, match=next(iter(wrong))):
+            service.request(kv.ReqContext("r", **wrong), service.chain(tokens(8)), gpu_blocks=[0, 1], free=None)
+        with pytest.raises(kv.UsageError, match=next(iter(wrong))):
+            service.engine.begin(kv.ReqContext("r", **wrong), service.chain(tokens(8)))
+        assert service.health().ok
+
+
+def test_discarding_what_is_no_key_changes_nothing():
+    with Rig().engine() as engine:
+        for wrong in ("abc", [None], [5]):
+            with pytest.raises(kv.UsageError, match="a key is bytes"):
+                engine.discard(wrong)
+        with pytest.raises(TypeError):
+            engine.discard(None)
+        assert engine.health().ok
