@@ -1,10 +1,10 @@
 """`GhostLists`: two bounded lists of keys whose blocks are gone, as ARC's B1 and B2.
 
-Theory of operation. An index maps each ghost to a token: a number that only grows, doubled, plus the number of its
-list. Each list is a queue of (key, token) entries in arrays, invisible to the garbage collector; an entry is dead once
-the index has another token for its key. Renewing a ghost appends an entry, forgetting the oldest pops them until a live
-one comes. Dead entries are swept out a few chunks at a time when they outnumber the live ones. The index is cut into
-shards for the reason given in `kvoffload.manager.block_table`.
+Theory of operation. Each list is a queue of keys in arrays, invisible to the garbage collector; an index maps each
+ghost to its place there: its position, which only grows, doubled, plus the number of its list. Renewing a ghost marks
+its entry dead and appends another. The oldest ghosts are the first entries that are not dead, found by array
+operations; a chunk without live entries is dropped at once. When dead entries outnumber the live ones, a few chunks at
+a time are cut to their live entries. The index is in shards, as in `kvoffload.manager.block_table`.
 """
 
 from __future__ import annotations
@@ -23,26 +23,38 @@ _B1, _B2 = 0, 1
 
 
 class _Chunk:
-    """Entries `start` to `fill` of a queue."""
+    """Entries of consecutive positions, or, once it was cut to its live ones, of those in `positions`."""
 
-    __slots__ = ("fill", "keys", "start", "tokens")
+    __slots__ = ("cells", "dead", "fill", "keys", "live", "positions", "start")
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         self.start = 0
         self.fill = 0
-        self.keys: npt.NDArray[np.object_] = np.empty(_CHUNK, object)
-        self.tokens: npt.NDArray[np.int64] = np.empty(_CHUNK, np.int64)
+        self.live = 0
+        self.keys: npt.NDArray[np.object_] = np.empty(size, object)
+        self.dead: npt.NDArray[np.bool_] = np.zeros(size, np.bool_)
+        self.cells = self.dead.data
+        self.positions: npt.NDArray[np.int64] | None = None
 
-    def entries(self) -> list[tuple[OffloadKey, int]]:
-        span = slice(self.start, self.fill)
-        return list(zip(self.keys[span].tolist(), self.tokens[span].tolist(), strict=True))
+    def alive(self) -> npt.NDArray[np.intp]:
+        """Return the places of the live entries, oldest first."""
+        return (~self.dead[self.start : self.fill]).nonzero()[0] + self.start
 
-    def put(self, entries: Sequence[tuple[OffloadKey, int]]) -> None:
-        """Hold `entries` and nothing else, in no more memory than they need."""
-        self.start, self.fill = 0, len(entries)
-        self.keys = np.empty(self.fill, object)
-        self.keys[:] = [key for key, _ in entries]
-        self.tokens = np.array([token for _, token in entries], np.int64)
+    def place_of(self, position: int) -> int:
+        """Return where the entry of a position is."""
+        if self.positions is None:
+            return position & (len(self.keys) - 1)
+        return int(np.searchsorted(self.positions, position))
+
+    def cut(self, number: int) -> None:
+        """Keep the live entries only; `number` is the chunk's own."""
+        places = self.alive()
+        first = number * len(self.keys) if self.positions is None else 0
+        self.positions = places + first if self.positions is None else self.positions[places]
+        self.keys = self.keys[places]
+        self.start, self.fill = 0, len(places)
+        self.dead = np.zeros(self.fill, np.bool_)
+        self.cells = self.dead.data
 
 
 class GhostView(Collection[OffloadKey]):
@@ -79,10 +91,12 @@ class GhostLists:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._shards, self._shift = make_shards(2 * capacity)
-        self._queues: tuple[list[_Chunk], list[_Chunk]] = ([_Chunk()], [_Chunk()])
+        self._size = _CHUNK
+        self._bits = _CHUNK.bit_length() - 1
+        self._queues: tuple[dict[int, _Chunk], dict[int, _Chunk]] = ({}, {})
         self._lengths = [0, 0]
         self._cursors = [0, 0]
-        self._next = 0
+        self._next = [0, 0]
         self.sizes = [0, 0]
         self.b1, self.b2 = GhostView(self, _B1), GhostView(self, _B2)
 
@@ -92,8 +106,8 @@ class GhostLists:
 
     def keys_of(self, number: int) -> Iterator[OffloadKey]:
         """Yield the keys of one list, oldest first."""
-        for chunk in self._queues[number]:
-            yield from (key for key, token in chunk.entries() if self.token_of(key) == token)
+        for chunk in self._queues[number].values():
+            yield from chunk.keys[chunk.alive()].tolist()
 
     def known(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the ghosts among `keys`, in order."""
@@ -108,12 +122,16 @@ class GhostLists:
         tokens = [shards[hash(key) >> shift].get(key) for key in keys]
         if tokens.count(None) == len(tokens):
             return []
-        found = [(key, token & 1) for key, token in zip(keys, tokens, strict=True) if token is not None]
+        found = {key: token for key, token in zip(keys, tokens, strict=True) if token is not None}
+        for token in found.values():
+            self._kill(token)
+        order = [key for key, token in zip(reversed(keys), reversed(tokens), strict=True) if token is not None]
+        order = list(dict.fromkeys(order))[::-1]
         for number in (_B1, _B2):
-            some = [key for key, its in found if its == number]
+            some = [key for key in order if found[key] & 1 == number]
             if some:
                 self._append(number, some)
-        return [number == _B1 for _, number in found]
+        return [token & 1 == _B1 for token in tokens if token is not None]
 
     def add(self, number: int, keys: list[OffloadKey]) -> None:
         """Append keys that are in no list to list `number` (0 or 1)."""
@@ -135,61 +153,72 @@ class GhostLists:
             token = shards[hash(key) >> shift].pop(key, None)
             if token is not None:
                 sizes[token & 1] -= 1
+                self._kill(token)
+
+    def _kill(self, token: int) -> None:
+        """Mark the entry of a token dead."""
+        number, position = token & 1, token >> 1
+        chunk = self._queues[number][position >> self._bits]
+        chunk.cells[chunk.place_of(position)] = True
+        chunk.live -= 1
+        if not chunk.live:
+            self._drop_if_complete(number, position >> self._bits)
+
+    def _drop_if_complete(self, number: int, index: int) -> None:
+        if (index + 1) << self._bits <= self._next[number]:
+            chunk = self._queues[number].pop(index)
+            self._lengths[number] -= chunk.fill - chunk.start
 
     def _append(self, number: int, keys: list[OffloadKey]) -> None:
         queue, shards, shift = self._queues[number], self._shards, self._shift
-        first = self._next << 1 | number
-        self._next += len(keys)
-        self._lengths[number] += len(keys)
-        token = first
+        token = self._next[number] << 1 | number
         for key in keys:
             shards[hash(key) >> shift][key] = token
             token += 2
+        self._lengths[number] += len(keys)
         at = 0
         while at < len(keys):
-            chunk = queue[-1]
-            now = keys[at : at + len(chunk.keys) - chunk.fill]
-            if not now:
-                queue.append(_Chunk())
+            position = self._next[number]
+            index, fill = position >> self._bits, position & (self._size - 1)
+            if not fill:
+                queue[index] = _Chunk(self._size)
                 self._sweep(number)
-                continue
-            end = chunk.fill + len(now)
-            chunk.keys[chunk.fill : end] = now
-            chunk.tokens[chunk.fill : end] = np.arange(first + 2 * at, first + 2 * (at + len(now)), 2)
-            chunk.fill = end
+            chunk = queue[index]
+            now = keys[at : at + self._size - fill]
+            chunk.fill = fill + len(now)
+            chunk.keys[fill : chunk.fill] = now
+            chunk.live += len(now)
+            self._next[number] = position + len(now)
             at += len(now)
 
     def _forget_oldest(self, number: int, count: int) -> None:
         queue, shards, shift = self._queues[number], self._shards, self._shift
         self.sizes[number] -= count
         while count:
-            chunk = queue[0]
-            end = min(chunk.fill, chunk.start + count)
-            if end == chunk.start:
-                del queue[0]
-                continue
-            keys, tokens = chunk.keys[chunk.start : end].tolist(), chunk.tokens[chunk.start : end].tolist()
+            index, chunk = next(iter(queue.items()))
+            places = chunk.alive()[:count]
+            end = int(places[-1]) + 1
+            for key in chunk.keys[places].tolist():
+                del shards[hash(key) >> shift][key]
             chunk.keys[chunk.start : end] = None
             self._lengths[number] -= end - chunk.start
             chunk.start = end
-            for key, token in zip(keys, tokens, strict=True):
-                shard = shards[hash(key) >> shift]
-                if shard.get(key) == token:
-                    del shard[key]
-                    count -= 1
+            chunk.live -= len(places)
+            count -= len(places)
+            if not chunk.live:
+                self._drop_if_complete(number, index)
 
     def _sweep(self, number: int) -> None:
-        """Drop the dead entries of a few chunks, in turn, while they outnumber the live ones."""
+        """Cut a few chunks to their live entries, in turn, while the dead ones are more."""
         queue = self._queues[number]
         for _ in range(_SWEEP_CHUNKS):
-            if len(queue) < 2 or self._lengths[number] <= 2 * self.sizes[number] + 2 * _CHUNK:
+            if self._lengths[number] <= 2 * self.sizes[number] + 2 * self._size:
                 return
-            at = self._cursors[number] if self._cursors[number] < len(queue) - 1 else 0
-            chunk = queue[at]
-            entries = chunk.entries()
-            live = [(key, token) for key, token in entries if self.token_of(key) == token]
-            self._lengths[number] -= len(entries) - len(live)
-            chunk.put(live)
-            self._cursors[number] = at + bool(live)
-            if not live:
-                del queue[at]
+            complete = list(queue)[:-1]
+            if not complete:
+                return
+            index = complete[self._cursors[number] % len(complete)]
+            chunk = queue[index]
+            self._lengths[number] -= chunk.fill - chunk.start - chunk.live
+            chunk.cut(index)
+            self._cursors[number] += 1

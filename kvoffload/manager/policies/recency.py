@@ -141,7 +141,7 @@ class RecencyLog:
             stamp[ids] = ABSENT
             found.append(ids)
             need -= len(ids)
-            window = 2 * need + 64
+            window = 2 * max(need, window) + 64
             self._start = start + length
             self._entries -= length
         return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0, np.int64)])
