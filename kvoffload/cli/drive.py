@@ -6,15 +6,17 @@ import argparse
 import asyncio
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
+from kvoffload.cli.feed_check import FeedCheck
 from kvoffload.cli.metrics_server import MetricsServer
 from kvoffload.cli.observe import Observer
 from kvoffload.cli.progress import progress_bar
 from kvoffload.cli.report import readable_bytes, report
 from kvoffload.config import OffloadConfig
 from kvoffload.errors import ConfigError
+from kvoffload.service.service import OffloadService
 from kvoffload.simulate.drive import DriveOptions, DriveResult, drive
 from kvoffload.simulate.workload import Workload, WorkloadSize
 
@@ -35,6 +37,7 @@ def run_drive_command(
     )
     with _server(args.http) as server, progress_bar("serving", measured.requests) as advance:
         observer = Observer(server, args.metrics_dump)
+        feed = FeedCheck(workload, config)
 
         def show(so_far: DriveResult) -> None:
             advance(_note(so_far, options.block_bytes))
@@ -44,7 +47,13 @@ def run_drive_command(
             if options.forever:
                 for number in (signal.SIGTERM, signal.SIGINT):
                     asyncio.get_running_loop().add_signal_handler(number, _stop, stop)
-            return await drive(workload, measured, config, options, progress=show, beside=observer.beside, stop=stop)
+
+            @asynccontextmanager
+            async def beside(service: OffloadService) -> AsyncIterator[None]:
+                async with observer.beside(service), feed.beside(service):
+                    yield
+
+            return await drive(workload, measured, config, options, progress=show, beside=beside, stop=stop)
 
         result = asyncio.run(serve())
     values = {
@@ -56,11 +65,14 @@ def run_drive_command(
         "unique_blocks": measured.unique_blocks,
         "skipped_lines": measured.bad_lines,
         **_values(result, config.block_size_factor),
+        **({"feed": feed.values} if feed.values else {}),
     }
     report("kvoffload run", values, as_json=args.json)
     if observer.failure is not None:
         print(f"the metrics were not written: {observer.failure}", file=sys.stderr)
-    failed = observer.failure or result.corrupt_blocks or result.failures or any(result.leaked.values())
+    if feed.failed:
+        print("the index built from the feed differs from the cache", file=sys.stderr)
+    failed = feed.failed or observer.failure or result.corrupt_blocks or result.failures or any(result.leaked.values())
     return 1 if failed else 0
 
 

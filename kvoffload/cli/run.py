@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from kvoffload.cli.values import Capacity, address, capacity, natural, positive, size, speed
 from kvoffload.config import EventsConfig, OffloadConfig
@@ -60,7 +61,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--requests", type=positive, metavar="N", help="stop after N requests (all of a trace; 2000 built-in)")
     add("--skip-bad-lines", action="store_true", help="go on after a trace line that cannot be used, and count it")
     add("--workers", type=natural, default=0, metavar="N", help="rank processes that share each block; 0: none (0)")
-    add("--events", metavar="ENDPOINT", help="publish the feed, such as tcp://127.0.0.1:5557; replays at the next port")
+    feed = parser.add_mutually_exclusive_group()
+    feed.add_argument(
+        "--feed",
+        "--events",
+        dest="feed",
+        metavar="ENDPOINT",
+        help="publish the events feed there, such as tcp://127.0.0.1:5557; without it only this process reads it",
+    )
+    feed.add_argument("--no-feed", action="store_true", help="no events feed at all")
+    add("--feed-replay", metavar="ENDPOINT", help="answer replays there (the port after the feed's)")
     add("--forever", action="store_true", help="begin anew at the end, until SIGTERM or Ctrl-C")
     add("--http", type=address, metavar="HOST:PORT", help="serve /metrics, /livez and /readyz while it runs")
     add("--metrics-dump", type=Path, metavar="FILE", help="write the metrics to FILE at the end")
@@ -91,26 +101,32 @@ def run(args: argparse.Namespace) -> int:
         print(f"note: --gpu-blocks is raised to the longest prompt's {measured.largest_request}", file=sys.stderr)
         args.gpu_blocks = measured.largest_request
     if args.dry:
-        if args.forever or args.http or args.metrics_dump or args.workers or args.events:
+        if args.forever or args.http or args.metrics_dump or args.workers or args.feed:
             raise ConfigError(
-                "--forever, --http, --metrics-dump, --workers and --events need the service: leave --dry out"
+                "--forever, --http, --metrics-dump, --workers and --feed need the service: leave --dry out"
             )
         from kvoffload.cli.dry import run_dry_command
 
         return run_dry_command(args, workload, measured, config)
     from kvoffload.cli.drive import run_drive_command
 
-    return run_drive_command(args, workload, measured, config)
+    if args.feed is not None or args.no_feed:
+        return run_drive_command(args, workload, measured, config)
+    with TemporaryDirectory(prefix="kvoffload-run-") as folder:  # a feed that only this process knows of
+        events = EventsConfig(endpoint=f"ipc://{folder}/feed", replay_endpoint=f"ipc://{folder}/replay")
+        return run_drive_command(args, workload, measured, config.model_copy(update={"events": events}))
 
 
-def _events(endpoint: str | None) -> EventsConfig | None:
-    """Return the feed's configuration: replays are answered at the port after the feed's."""
+def _events(endpoint: str | None, replay: str | None) -> EventsConfig | None:
+    """Return the feed's configuration: replays are answered at the port after the feed's, unless told otherwise."""
     if endpoint is None:
+        if replay is not None:
+            raise ConfigError("--feed-replay needs --feed ENDPOINT")
         return None
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal():
-        raise ConfigError(f"--events must end in a port, such as tcp://127.0.0.1:5557; got {endpoint!r}")
-    return EventsConfig(endpoint=endpoint, replay_endpoint=f"{host}:{int(port) + 1 if int(port) else 0}")
+        raise ConfigError(f"--feed must end in a port, such as tcp://127.0.0.1:5557; got {endpoint!r}")
+    return EventsConfig(endpoint=endpoint, replay_endpoint=replay or f"{host}:{int(port) + 1 if int(port) else 0}")
 
 
 def _config(args: argparse.Namespace, workload: Workload, measured: WorkloadSize) -> OffloadConfig:
@@ -130,5 +146,5 @@ def _config(args: argparse.Namespace, workload: Workload, measured: WorkloadSize
         store_threshold=args.store_threshold,
         model_name="simulated",
         prefill_tokens_per_second=args.prefill_rate,
-        events=_events(args.events),
+        events=_events(args.feed, args.feed_replay),
     )

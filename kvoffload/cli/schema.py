@@ -1,6 +1,7 @@
 """Write what is generated from the configuration's models, or check that the files are in step.
 
-Below ROOT these are `schemas/config.schema.json` (JSON Schema) and `docs/configuration.md` (the reference for people).
+Below ROOT these are `schemas/config.schema.json` and `schemas/events.schema.json` (JSON Schemas), and
+`docs/configuration.md` (the reference for people).
 
 Examples:
   kvoffload schema                 writes below the current folder
@@ -19,6 +20,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from kvoffload.config import EventsConfig, OffloadConfig
+from kvoffload.events.wire import event_schema
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _INTRODUCTION = """\
@@ -37,6 +39,7 @@ def generated() -> dict[str, str]:
     schema = {**OffloadConfig.model_json_schema(), "$schema": _DIALECT}
     return {
         "schemas/config.schema.json": json.dumps(schema, indent=2, sort_keys=True) + "\n",
+        "schemas/events.schema.json": json.dumps(event_schema(), indent=2, sort_keys=True) + "\n",
         "docs/configuration.md": _INTRODUCTION
         + _reference("OffloadConfig", OffloadConfig)
         + _reference("events", EventsConfig),

@@ -38,6 +38,7 @@ class SourceStatus:
     unrecoverable: int
     last_problem: str | None
     model_name: str | None
+    events: int
 
 
 @dataclass(slots=True)
@@ -52,6 +53,7 @@ class _Source:
     resets: int = 0
     unrecoverable: int = 0
     last_problem: str | None = None
+    events: int = 0
 
 
 class ResidencyIndex:
@@ -133,7 +135,7 @@ class ResidencyIndex:
             return {
                 name: SourceStatus(
                     s.synced, s.sequence, len(s.places), s.gaps_recovered, s.resets, s.unrecoverable, s.last_problem,
-                    s.model_name,
+                    s.model_name, s.events,
                 )
                 for name, s in self._sources.items()
             }  # fmt: skip
@@ -169,6 +171,7 @@ class ResidencyIndex:
                     self._changed.notify_all()
 
     def _apply(self, source: _Source, item: Item) -> None:
+        source.events += isinstance(item, BlockStored | BlockRemoved | AllBlocksCleared)
         if isinstance(item, BlockStored):
             _store(source, item)
         elif isinstance(item, BlockRemoved):

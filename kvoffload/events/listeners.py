@@ -56,7 +56,7 @@ class Listeners:
         for lane in lanes:
             events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
             self._monitors.append((lane, lane.pub.get_monitor_socket(events), SilenceWatch(now)))
-            if lane.settings.bind and is_loopback(lane.endpoint):
+            if lane.settings.bind and lane.endpoint.startswith("tcp://") and is_loopback(lane.endpoint):
                 logger.warning("feed %s is bound to loopback: only this host can subscribe", lane.endpoint)
 
     def poll(self, now: float) -> None:

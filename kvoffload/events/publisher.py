@@ -26,7 +26,7 @@ from kvoffload.events.register import AutoRegistration, registration
 from kvoffload.events.replay import ReplayServer
 from kvoffload.events.residency import REASONS
 from kvoffload.events.settings import default_instance_id, resolve
-from kvoffload.events.wire import BlockStored
+from kvoffload.events.wire import BlockStored, Hash
 from kvoffload.keys import BlockChain, BlockInfo, OffloadKey
 from kvoffload.manager.base import OffloadingEvent
 
@@ -286,6 +286,12 @@ class FeedPublisher:
             errors=self._errors,
         )
 
+    def withheld_hashes(self) -> set[Hash]:
+        """Return the hashes of the blocks that are present but not announced (first endpoint)."""
+        lane = self.lanes[0]
+        with lane.lock:
+            return {lane.journal.tiers.hash_of(ident) for ident in lane.residency.withheld_blocks()}
+
     def close(self, timeout: float = 5.0) -> bool:
         """Send what is queued and close; idempotent. False when a thread did not end in time (its sockets stay)."""
         if self._closed:
@@ -378,6 +384,7 @@ class FeedPublisher:
                 lane.journal.seal()
                 lane.renew()
                 batches = lane.journal.take_sealed()
+            self._warn_withheld(lane)
             lane.send(batches)
             sent = sent or bool(batches)
         fold = self._take_fold()
@@ -390,7 +397,6 @@ class FeedPublisher:
                     lane.journal.take_sealed()
         if sent or fold is not None:
             self._sent_at = now
-            self._warn_withheld()
         heartbeat = self.config.heartbeat_seconds
         if heartbeat and now - self._sent_at >= heartbeat * 0.99:
             self._sent_at = now
@@ -423,8 +429,8 @@ class FeedPublisher:
             self._errors += 1
             logger.exception("an event could not be published")
 
-    def _warn_withheld(self) -> None:
-        for reason, count in self.lanes[0].residency.withheld_total.items():
+    def _warn_withheld(self, lane: Lane) -> None:
+        for reason, count in lane.residency.withheld_total.items():
             if count and reason not in self._warned:
                 self._warned.add(reason)
                 logger.warning("blocks are withheld from the feed, reason %s", reason)

@@ -53,6 +53,10 @@ class Residency:
         """Return how many blocks are withheld now, by reason."""
         return {reason: self._sizes[reason] for reason in REASONS}
 
+    def withheld_blocks(self) -> list[Ident]:
+        """Return the withheld blocks, each by its last engine block."""
+        return list(self._withheld)
+
     # What the manager says: offloaded blocks by key.
 
     def store(self, key: OffloadKey, medium: str, info: BlockInfo | None) -> None:

@@ -307,6 +307,12 @@ def _from_array(fields: list[Any]) -> Event:
     return msgspec.convert({"type": tag, **dict(zip(names, values, strict=False))}, target)
 
 
+def event_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a decoded batch, in the map profile; hashes in bytes are base64 text there."""
+    schema = msgspec.json.schema(tuple[float, list[BlockStored | BlockRemoved | AllBlocksCleared], int])
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "EventBatch", **schema}
+
+
 def sequence_frame(sequence: int) -> bytes:
     """Return the sequence frame: 8 bytes, big-endian."""
     return sequence.to_bytes(8, "big")

@@ -267,7 +267,7 @@ def test_an_address_that_cannot_be_bound_is_a_mistake_in_the_call(capsys):
 
 def test_a_run_publishes_the_feed_when_asked_for(tmp_path):
     dump = tmp_path / "metrics.txt"
-    options = ["--events", "tcp://127.0.0.1:0", "--metrics-dump", str(dump)]
+    options = ["--feed", "tcp://127.0.0.1:0", "--metrics-dump", str(dump)]
     assert main(["run", "--requests", "20", "--json", *options]) == 0
     lines = dict(line.rsplit(" ", 1) for line in dump.read_text().splitlines() if not line.startswith("#"))
     labels = '{engine="0",model_name="simulated"}'
@@ -276,5 +276,22 @@ def test_a_run_publishes_the_feed_when_asked_for(tmp_path):
 
 @pytest.mark.parametrize("wrong", ["5557", "tcp://host", "tcp://host:x"])
 def test_a_feeds_endpoint_ends_in_a_port(wrong, capsys):
-    assert main(["run", "--requests", "5", "--events", wrong]) == 2
-    assert "--events" in capsys.readouterr().err
+    assert main(["run", "--requests", "5", "--feed", wrong]) == 2
+    assert "--feed" in capsys.readouterr().err
+
+
+def test_an_index_in_the_same_process_equals_the_cache_at_the_end(capsys):
+    for extra in ([], ["--block-size-factor", "2"], ["--policy", "arc"]):
+        assert main(["run", "--requests", "60", "--capacity", "20%", "--json", *extra]) == 0
+        feed = json.loads(capsys.readouterr().out)["feed"]
+        assert feed["index_equals_cache"] is True
+        assert feed["index_blocks"] > 0
+        assert feed["received"] <= feed["published"]
+        assert feed["gaps"] == feed["dropped"] == 0
+
+
+def test_the_feed_can_be_left_out(capsys):
+    assert main(["run", "--requests", "5", "--json", "--no-feed"]) == 0
+    assert "feed" not in json.loads(capsys.readouterr().out)
+    assert main(["run", "--requests", "5", "--feed-replay", "tcp://127.0.0.1:5558"]) == 2
+    assert "--feed ENDPOINT" in capsys.readouterr().err
