@@ -40,6 +40,7 @@ class Resolver:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._open: set[Wait] = set()
+        self._closed = False
 
     def resolve(self, future: Wait) -> None:
         """Give `future` True now, or in a later pass when this one had its share; one that is done is skipped."""
@@ -67,6 +68,8 @@ class Resolver:
 
     async def wait(self, future: Wait, seconds: float | None) -> bool:
         """Wait for `future`; False when `seconds` passed first (None: no limit), or the resolver was closed."""
+        if self._closed:
+            return future.done() and future.result()
         self._open.add(future)
         if seconds is not None:
             due = self.loop.time() + max(0.0, seconds)
@@ -106,7 +109,8 @@ class Resolver:
             heapq.heapify(self._deadlines)
 
     def close(self) -> None:
-        """End every wait that is left with False, and stop the timer."""
+        """End every wait that is left, and every later one, with False, and stop the timer."""
+        self._closed = True
         for future in list(self._open):
             give_up(future)
         if self._timer is not None:

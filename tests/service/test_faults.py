@@ -315,6 +315,9 @@ async def test_closing_with_a_running_copy_answers_who_waits_for_it(caplog):
     assert isinstance(released, kv.QuarantinedError)
     assert released.gpu_blocks == (0, 1)
     assert rig.freed == [2]
+    with pytest.raises(kv.QuarantinedError):
+        await asyncio.wait_for(job.wait_source_released(), 1.0)
+    assert await job == result
 
 
 async def test_closing_leaves_the_blocks_of_open_requests_with_their_owners_until_they_leave():
