@@ -191,7 +191,7 @@ class OffloadConfig(_Model):
     model_name: str | None = None
     """Model served: a metrics label and a part of the feed's topic."""
     instance_id: str | None = None
-    """Name of this instance; default: made from host and process."""
+    """Name of this instance; default: made from host and process, in metrics `0`, as they carry no host names."""
     pin_memory: Literal["auto", "require", "never"] = "auto"
     """Page-locked host memory: try and fall back, insist, or never."""
     pending_wait_seconds: Seconds = 0.2

@@ -78,13 +78,17 @@ class MetricsServer:
         class Handler(BaseHTTPRequestHandler):
             timeout = _IDLE_CLIENT_SECONDS
 
-            def do_GET(self) -> None:
+            def do_GET(self, *, with_body: bool = True) -> None:
                 status, body, content_type = answer(urlsplit(self.path).path, self.headers.get("Accept", ""))
                 self.send_response(status)
                 self.send_header("Content-Type", content_type)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(body)
+                if with_body:
+                    self.wfile.write(body)
+
+            def do_HEAD(self) -> None:
+                self.do_GET(with_body=False)
 
             def log_message(self, *_: object) -> None:
                 """Say nothing: a scrape is no news."""

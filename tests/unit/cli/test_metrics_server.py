@@ -37,6 +37,13 @@ def test_metrics_come_as_text_or_as_openmetrics(server):
     assert body.endswith("# EOF\n")
 
 
+def test_a_head_request_is_answered_without_a_body(server):
+    """As `curl -I` and `wget --spider` ask."""
+    request = urllib.request.Request(server.url + "/livez", method="HEAD")
+    with urllib.request.urlopen(request, timeout=10) as reply:
+        assert (reply.status, reply.headers["Content-Length"], reply.read()) == (200, "6", b"")
+
+
 def test_liveness_holds_whatever_the_cache_says_and_readiness_follows_it(server):
     """A-P6: a sick cache is not a dead server."""
     health = [True]

@@ -60,7 +60,11 @@ def test_a_latent_cache_is_whole_on_every_rank(capsys):
     ],
 )
 def test_one_group_can_be_spelt_out(capsys, options, group):
-    assert planned(capsys, *options) == planned(capsys, "--group", group)
+    plans = [planned(capsys, *options), planned(capsys, "--group", group)]
+    for printed in plans:  # the machine's memory may change between the two
+        for figure in ("memory_available_bytes", "cgroup_available_bytes", "shm_free_bytes"):
+            del printed[figure]
+    assert plans[0] == plans[1]
 
 
 def test_fewer_heads_than_ranks_are_held_twice(capsys):
