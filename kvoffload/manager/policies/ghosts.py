@@ -9,6 +9,7 @@ a time are cut to their live entries. The index is in shards, as in `kvoffload.m
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
@@ -44,7 +45,7 @@ class _Chunk:
         """Return where the entry of a position is."""
         if self.positions is None:
             return position & (len(self.keys) - 1)
-        return int(np.searchsorted(self.positions, position))
+        return bisect_left(self.positions.data, position)
 
     def cut(self, number: int) -> None:
         """Keep the live entries only; `number` is the chunk's own."""
