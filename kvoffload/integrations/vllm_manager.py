@@ -158,6 +158,7 @@ class KVOffloadManager(OffloadingManager):  # type: ignore[misc] # vLLM is untyp
     def _announce_start(self, req_context: VllmContext, state: RequestState) -> None:
         if not self._uses_at_finish and not state.announced:
             state.announced = True
+            state.context.started_seconds = self._clock()
             self.cpu.touch(self._all_keys(req_context, state), state.context)
 
     # ---- lookups and loads
