@@ -81,7 +81,7 @@ def _checked(snapshot: object) -> tuple[MetricsSnapshot | None, bool]:
     """Return what can be exported of what another process sent (None: nothing), and whether that is all of it."""
     parts = [_mapping(_mapping(snapshot).get(name)) for name in MetricsSnapshot.__annotations__]
     labels, info, values, histograms = parts
-    if not labels or not values:
+    if not labels or "values" not in _mapping(snapshot):
         return None, False
     all_good = True
     kept: dict[str, dict[str, float]] = {}

@@ -217,6 +217,12 @@ def test_what_is_no_snapshot_is_not_taken(wrong):
     assert relay.metrics_snapshot() is before
 
 
+def test_an_empty_snapshot_is_taken():
+    relay = SnapshotRelay()
+    relay.update(empty_snapshot({"model_name": "m", "engine": "7"}, {}))
+    assert value(MetricsExposition(relay).render()[0].decode(), "kvoffload_requests_total", engine="7") == 0
+
+
 def test_an_engine_keeps_its_number_when_another_of_its_name_leaves():
     """Else its counters would go on under the other's name, and Prometheus would see a reset."""
     registry = CollectorRegistry()
