@@ -102,7 +102,7 @@ def test_ten_thousand_waiters_on_a_hundred_prefixes_cost_a_hundred_wake_ups(loop
             gc.unfreeze()
             assert loaded == [BLOCK] * (prefixes * per_prefix)
             assert polls <= 4 * prefixes + 10
-            assert len(rig.loads.submitted) <= 3 * prefixes, "waiters of one prefix and destination share a load"
+            assert len(rig.loads.submitted) <= 5 * prefixes, "waiters of one prefix and destination share a load"
             assert heart.busy[int(len(heart.busy) * 0.99)] < 0.040 * SLOWER, heart.busy[
                 -5:
             ]  # 20 ms on a machine of its own
