@@ -94,6 +94,13 @@ def test_engine_core_in_its_own_process(model, without_offloading):
     assert found["first"] == found["again"] == without_offloading["first"]
 
 
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two ranks need a core each")
+def test_two_tensor_parallel_ranks_each_copy_their_share(model, without_offloading):
+    found = scenario(model, "proof", multiprocessing=1, ranks=2)
+    assert found["cached"] == 192
+    assert found["first"] == found["again"] == without_offloading["first"]
+
+
 def test_corrupted_loads_change_the_output(model, without_offloading):
     found = scenario(model, "proof", fault="CorruptedLoads")
     assert found["cached"] == 192

@@ -91,7 +91,10 @@ def proof(model: str, options: dict[str, str]) -> dict[str, Any]:
         extra |= {key: value for key, value in options.items() if key in ("eviction_policy", "blocks_per_chunk")}
         if "fault" in options:
             extra |= {"spec_name": options["fault"], "spec_module_path": "vllm_faults"}
-    engine = Engine(model, extra)
+    ranks = int(options.get("ranks", 1))
+    if ranks > 1:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, range(ranks))))
+    engine = Engine(model, extra, tensor_parallel_size=ranks)
     result = engine.proof()
     if extra is not None and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
         engine.settle()
