@@ -88,6 +88,7 @@ class _Answer:
         self.identity = identity
         self.messages = messages
         self.pending: tuple[bytes, ...] | None = None
+        self.broken = False
         self.progress_at = now
 
     def turn(self, now: float) -> bool | None:
@@ -198,7 +199,14 @@ class ReplayServer:
         now, blocked = self._clock(), bool(self._active)
         for _ in range(len(self._active)):
             answer = self._active.popleft()
-            outcome = answer.turn(now)
+            try:
+                outcome = answer.turn(now)
+            except Exception:
+                logger.exception("a replay on %s ends early", answer.lane.replay_endpoint)
+                if answer.broken:
+                    continue
+                answer.broken, outcome = True, False
+                answer.messages = iter([(b"", END_SEQUENCE, b"")])  # a reader must never wait for its end
             if outcome is True:
                 blocked = False
                 continue

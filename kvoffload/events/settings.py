@@ -29,8 +29,8 @@ class Preset:
         sequence_start: Where a new life's numbers must start.
         pod_topic: The topic must be `kv@<pod>@<model>`.
         empty_topic: The topic frame must be empty, unless the consumer is told another one.
-        reannounce_on_join: It asks for no replay when it starts late or after a restart: what is announced is told
-            again when a subscriber connects.
+        reannounce_on_join: It has only seconds of patience for a replay, too few for a long strict one: what is
+            announced is told again when a subscriber connects.
     """
 
     encodings: tuple[Encoding, ...]
@@ -46,7 +46,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "vllm": Preset(("map", "array"), "relaxed", "zero"),
         "dynamo": Preset(("map", "array"), "relaxed", "epoch"),
         "llm-d": Preset(("map", "array"), "strict", "zero", pod_topic=True),
-        "vllm-router": Preset(("map",), "relaxed", "zero", empty_topic=True, reannounce_on_join=True),
+        "vllm-router": Preset(("map",), "strict", "zero", empty_topic=True, reannounce_on_join=True),
         "aibrix": Preset(("array",), "strict", "zero"),
     }
 )

@@ -167,3 +167,18 @@ def test_a_killed_and_a_stopped_subscriber_block_nobody():
             for process in processes:
                 process.kill()
                 process.communicate()
+
+
+def test_a_replay_that_breaks_still_ends_with_the_marker(monkeypatch, caplog):
+    def broken(*_args, **_options):
+        yield b"topic", bytes(8), b"payload"
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr("kvoffload.events.replay.fill", broken)
+    with publisher() as feed, Reader(feed) as reader:
+        assert reader.replay(0) == [(0, b"payload")]
+        monkeypatch.undo()
+        feed.publish(*stored(chain(1, 1)))
+        reader.next()
+        assert len(reader.replay(0)) == 1
+    assert "ends early" in caplog.text

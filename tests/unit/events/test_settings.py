@@ -41,7 +41,7 @@ def test_a_ranks_endpoint_is_shifted_or_gets_a_suffix():
         ("vllm", "map", "relaxed", "zero"),
         ("dynamo", "map", "relaxed", "epoch"),
         ("llm-d", "map", "strict", "zero"),
-        ("vllm-router", "map", "relaxed", "zero"),
+        ("vllm-router", "map", "strict", "zero"),
         ("aibrix", "array", "strict", "zero"),
         ("llm-d,aibrix", "array", "strict", "zero"),
     ],
