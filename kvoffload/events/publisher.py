@@ -12,12 +12,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 import zmq
 
 from kvoffload.config import EventsConfig, OffloadConfig
+from kvoffload.events.description import PublisherStats, describe_lane
 from kvoffload.events.fold import Fold
 from kvoffload.events.lane import Lane
 from kvoffload.events.listeners import Listeners
@@ -32,66 +32,7 @@ from kvoffload.manager.base import OffloadingEvent
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = "kvoffload-feed/1"
 _DRAIN_LIMIT = 20_000
-
-
-@dataclass(frozen=True, slots=True)
-class PublisherStats:
-    """Counters since the start and gauges now; counts of the first endpoint where it says so.
-
-    Attributes:
-        published_batches: Batches sent live, over all endpoints; heartbeats included.
-        published_events: Events in them.
-        sent_bytes: Payload bytes of live batches.
-        dropped: Publications whose send was lost to a full queue (their changes were not).
-        lag: Publications that wait for the sender now.
-        lag_seconds: Time since the sender last took something, while something waits.
-        subscribers: Subscribers connected now, over all endpoints.
-        announced: Engine blocks announced now (first endpoint).
-        withheld: Blocks present but not announced now, by reason (first endpoint).
-        withheld_total: Blocks ever withheld, by reason (first endpoint).
-        replays: Replays answered or under way.
-        active_replays: Answers under way now.
-        incomplete_replays: Replays that may leave dead blocks behind.
-        replays_given_up: Replays whose reader stopped reading.
-        replay_messages: Messages sent in replays and snapshots.
-        replay_bytes: Payload bytes of these.
-        lives: Lives of the first endpoint's sequence.
-        next_sequence: Number of the next batch (first endpoint).
-        unencodable: Blocks that have no encoding.
-        decode_errors: Events or batches of a merged feed that could not be read.
-        merge_gaps: Gaps seen in merged feeds.
-        errors: Publications that raised in the publisher's thread.
-    """
-
-    published_batches: int = 0
-    published_events: int = 0
-    sent_bytes: int = 0
-    dropped: int = 0
-    lag: int = 0
-    lag_seconds: float = 0.0
-    subscribers: int = 0
-    announced: int = 0
-    withheld: Mapping[str, int] = field(default_factory=dict)
-    withheld_total: Mapping[str, int] = field(default_factory=dict)
-    replays: int = 0
-    active_replays: int = 0
-    incomplete_replays: int = 0
-    replays_given_up: int = 0
-    replay_messages: int = 0
-    replay_bytes: int = 0
-    lives: int = 0
-    next_sequence: int = 0
-    unencodable: int = 0
-    decode_errors: int = 0
-    merge_gaps: int = 0
-    errors: int = 0
-
-    @property
-    def num_withheld(self) -> int:
-        """Blocks present but not announced now."""
-        return sum(self.withheld.values())
 
 
 _Publication = tuple[Sequence[OffloadingEvent], Mapping[OffloadKey, BlockInfo]]
@@ -443,39 +384,13 @@ class FeedPublisher:
         self._listeners.poll(self._monotonic())
 
     def _describe_lane(self, lane: Lane) -> dict[str, Any]:
-        settings, journal = lane.settings, lane.journal
-        return {
-            "protocol": PROTOCOL,
-            "instance_id": self.instance_id,
-            "model_name": self.model_name,
-            "epoch": journal.first,
-            "life_id": f"{lane.born}-{lane.counters.lives}",
-            "oldest_sequence": journal.oldest,
-            "next_sequence": journal.next,
-            "endpoint": lane.endpoint,
-            "replay_endpoint": lane.replay_endpoint,
-            "topic": settings.topic,
-            "rank": settings.rank,
-            "encoding": settings.encoding,
-            "hash_mode": settings.hash_mode,
-            "contiguity": settings.contiguity,
-            "sequence_start": settings.sequence_start,
-            "sole_publisher": settings.sole_publisher,
-            "consumers": list(settings.consumers),
-            "media": list(settings.media),
-            "block_size": self.engine_block_size,
-            "heartbeat_seconds": self.config.heartbeat_seconds,
-            "blocks": len(journal),
-            "withheld": lane.residency.withheld(),
-            "subscribers": lane.counters.subscribers,
-            "limits": {
-                "replay_window": settings.replay_window,
-                "max_sequences": settings.max_sequences,
-                "max_tombstones": settings.max_tombstones,
-                "tombstones_discarded": journal.tombstones_discarded,
-                "incomplete_replays": lane.counters.incomplete_replays,
-            },
-        }
+        return describe_lane(
+            lane,
+            instance_id=self.instance_id,
+            model_name=self.model_name,
+            block_size=self.engine_block_size,
+            heartbeat_seconds=self.config.heartbeat_seconds,
+        )
 
 
 def create_publisher(config: OffloadConfig) -> FeedPublisher | None:
