@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from kvoffload.events.blocks import EventList, Ident, Node, Tiers
 from kvoffload.events.tombstones import Tombstones
@@ -74,6 +75,16 @@ class Cut:
     tombstones: list[Ident]
     incomplete: bool
     stamp: bytes
+
+
+class OpenBatch(NamedTuple):
+    """The batch under construction, for a caller in a hurry (see `Journal.open_batch`)."""
+
+    stamp: bytes
+    nodes: dict[Ident, Node]
+    flips: list[Ident]
+    events: list[bytes]
+    room: int
 
 
 class Journal:
@@ -179,22 +190,25 @@ class Journal:
         for node in reversed(chain):
             self._batch.remove(node.ident)
 
-    def announce_one(self, ident: Ident, event: bytes, parent: Node | None) -> Node:
-        """Announce one block that is not announced, and whose parent is; return its node."""
+    def open_batch(self) -> OpenBatch:
+        """Return what a caller needs to announce many blocks itself; it holds until the journal is used otherwise.
+
+        For each block that is not announced, and whose parent is: put a `Node` with `stamp` in `nodes`, append its
+        identity to `flips` and its event to `events`, at most `room` times; then `note_bytes`.
+        """
+        self._make_room()
         batch = self._batch
-        if len(batch.events) >= MAX_EVENTS or batch.size_bytes >= MAX_BATCH_BYTES:
-            self.seal()
-        if self._dead.refs:
-            before = self._dead.get(ident)
-            if before is not None and before.event == event:
-                event = before.event
-        node = self._nodes[ident] = Node(ident, event, self._stamp or self._stamp_of_batch(), parent)
-        self._flips.append(ident)
         if batch.has_removals:
             batch.flush()
-        batch.events.append(event)
-        batch.size_bytes += len(event)
-        return node
+        return OpenBatch(self._stamp_of_batch(), self._nodes, self._flips, batch.events, MAX_EVENTS - len(batch.events))
+
+    def note_bytes(self, size_bytes: int) -> None:
+        """Count the bytes of events that were appended to an open batch."""
+        self._batch.size_bytes += size_bytes
+
+    def removed(self, ident: Ident) -> Node | None:
+        """Return the removed block of that identity, if others still need it."""
+        return self._dead.get(ident) if self._dead.refs else None
 
     def retire(self, node: Node) -> None:
         """Announce the removal of an announced block."""

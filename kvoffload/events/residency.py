@@ -19,6 +19,7 @@ from kvoffload.events.wire import MEDIA, BlockStored, Hash, WireError
 from kvoffload.keys import BlockInfo, OffloadKey, get_offload_block_hash, get_offload_group_idx
 
 Reason = Literal["no_info", "salted", "malformed", "unencodable", "orphan"]
+_CHECK_BYTES = 1 << 20
 REASONS: tuple[Reason, ...] = ("no_info", "salted", "malformed", "unencodable", "orphan")
 
 
@@ -90,35 +91,24 @@ class Residency:
         tier, group_bytes, base, factor = self._tier(keys[0], medium)
         size, lora, kind, window = -1, None, "", None
         head = parent_mark = tokens_mark = no_parent = tail = b""
-        announce = journal.announce_one
         last_hash: bytes | None = None
         last_node: Node | None = None
+        room, written = 0, 0
         for key in keys:
             info = get_info(key)
-            if info is None or factor != 1 or len(info.block_hashes) != 1 or info.salted or info.extra_keys is not None:
-                self.store(key, medium, info)
+            plain = info is not None and factor == 1 and len(info.block_hashes) == 1
+            if info is None or not plain or info.salted or info.extra_keys is not None:
+                room, written = self._store_slowly(key, medium, info, written)
                 factor = factor or self._factors.get(tier, 0)
                 continue
             block_hash, parent_hash, tokens = info.block_hashes[0], info.parent_hash, info.token_ids
             if key != block_hash + group_bytes:
-                if key[-4:] == group_bytes:
-                    self.store(key, medium, info)
-                    continue
-                tier, group_bytes, base, factor = self._tier(key, medium)
-                size = -1
-                if factor != 1 or key != block_hash + group_bytes:
-                    self.store(key, medium, info)
-                    continue
-            if info.block_size != size or info.lora_name != lora or info.kind != kind or info.sliding_window != window:
-                size, lora, kind, window = info.block_size, info.lora_name, info.kind, info.sliding_window
-                group = get_offload_group_idx(key)
-                try:
-                    template = journal.codec.template(medium, group, size, lora, kind, window)
-                except WireError:
+                if key[-4:] != group_bytes:
+                    tier, group_bytes, base, factor = self._tier(key, medium)
                     size = -1
-                    self.store(key, medium, info)
+                if factor != 1 or key != block_hash + group_bytes:
+                    room, written = self._store_slowly(key, medium, info, written)
                     continue
-                head, parent_mark, tokens_mark, no_parent, tail = template
             name = block_hash[-8:]
             ident = number(name, "big") | base
             if parent_hash is None:
@@ -127,28 +117,56 @@ class Residency:
                 parent = last_node
             else:
                 parent = nodes.get(number(parent_hash[-8:], "big") | base)
+            try:
+                if (
+                    info.block_size != size
+                    or info.lora_name != lora
+                    or info.kind != kind
+                    or (info.sliding_window != window)
+                ):
+                    size, lora, kind, window = info.block_size, info.lora_name, info.kind, info.sliding_window
+                    head, parent_mark, tokens_mark, no_parent, tail = journal.codec.template(
+                        medium, get_offload_group_idx(key), size, lora, kind, window
+                    )
+                encode_into(tokens, encoded)
+                usable = len(tokens) == size
+            except (TypeError, ValueError, OverflowError):
+                size, usable = -1, False
             if (
-                len(tokens) != size
+                not usable
                 or ident in nodes
                 or (parent is None and parent_hash is not None)
                 or not any(name)
                 or (withheld and ident in withheld)
+                or journal.removed(ident) is not None
             ):
-                self.store(key, medium, info)
-                continue
-            try:
-                encode_into(tokens, encoded)
-            except (TypeError, ValueError, OverflowError):
-                self.store(key, medium, info)
+                room, written = self._store_slowly(key, medium, info, written)
                 continue
             if parent_hash is None:
                 event = join((head, name, no_parent, encoded, tail))
             else:
                 event = join((head, name, parent_mark, parent_hash[-8:], tokens_mark, encoded, tail))
-            last_node = announce(ident, event, parent)
+            if room == 0 or written > _CHECK_BYTES:
+                journal.note_bytes(written)
+                stamp, live, flips, events, room = journal.open_batch()
+                written = 0
+            last_node = live[ident] = Node(ident, event, stamp, parent)
+            flips.append(ident)
+            events.append(event)
+            written += len(event)
+            room -= 1
             last_hash = block_hash
             if waiting:
+                journal.note_bytes(written)
                 self._release(self._unit(key, tier, info)[0])
+                room, written = 0, 0
+        journal.note_bytes(written)
+
+    def _store_slowly(self, key: OffloadKey, medium: str, info: BlockInfo | None, written: int) -> tuple[int, int]:
+        """Store a block the general way; an open batch ends: return no room and no bytes."""
+        self.journal.note_bytes(written)
+        self.store(key, medium, info)
+        return 0, 0
 
     def _tier(self, key: OffloadKey, medium: str) -> tuple[int, bytes, int, int]:
         """Return a key's tier, its group's bytes, the tier's part of an identity, and its factor (0: not known yet)."""
