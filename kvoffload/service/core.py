@@ -109,11 +109,17 @@ class RequestState:
         self.jobs.pop(job.id, None)
 
 
+def describes(info: BlockInfo | None) -> bool:
+    """Whether a block with this info can be announced: a salted one only with its extra keys."""
+    return info is not None and not (info.salted and info.extra_keys is None)
+
+
 class Core:
     """Shared state of one engine.
 
     Attributes:
         generation: Resets so far; a job of an older generation moves bytes of an older content.
+        undescribed: Held keys that the feed cannot announce for want of what describes them.
         absent: Which ranks are missing; None when all are up.
         ranks_expected: Ranks that a transfer needs.
         ranks_up: Those of them that are there.
@@ -147,6 +153,7 @@ class Core:
         self.last_use = LastUse(2 * capacity)
         self.writing: dict[OffloadKey, Job] = {}
         self.generation = 0
+        self.undescribed: set[OffloadKey] = set()
         self.absent: str | None = None
         self.ranks_expected = self.ranks_up = 1
         self.fault: BaseException | None = None
@@ -185,6 +192,7 @@ class Core:
         now = self.clock()
         for event in events:
             if event.removed:
+                self.undescribed.difference_update(event.keys)
                 self.history.note(event.keys, cause, now)
                 idle = self.last_use.gone(event.keys, now)
                 if cause == "evicted":
@@ -192,6 +200,9 @@ class Core:
                         self.metrics.observe("eviction_idle_seconds", seconds)
             else:
                 self.last_use.used(event.keys, now)
+                if self.wants_infos:
+                    known = infos or {}
+                    self.undescribed.update(key for key in event.keys if not describes(known.get(key)))
         self.events.publish(events, infos or {})
 
     def forget_writing(self, job: Job) -> None:

@@ -14,7 +14,7 @@ from kvoffload.manager.base import PrepareStoreOutput
 from kvoffload.manager.specs import CPULoadStoreSpec, GPULoadStoreSpec
 from kvoffload.service.arguments import check_ready
 from kvoffload.service.board import TransferBoard
-from kvoffload.service.core import Core, RequestState
+from kvoffload.service.core import Core, RequestState, describes
 from kvoffload.service.geometry import Tables
 from kvoffload.service.jobs import Job, JobState, StoreOffer, Transfer
 from kvoffload.service.merging import all_ready, merge
@@ -197,15 +197,18 @@ class StoreDesk:
             for at in range(tried[group_idx]):
                 position = starts[group_idx] + at
                 key = keys[position]
-                info = request.chain.info(position, group_idx) if core.wants_infos else None
                 if key in stored:
                     ids += tables[group_idx][at * group.factor : (at + 1) * group.factor]
                     size += group.factor
                     taken += 1
+                    info = request.chain.info(position, group_idx) if core.wants_infos else None
                     if info is not None:
                         infos[key] = info
-                elif info is not None:
-                    late[key] = info
+                elif key in core.undescribed:
+                    info = request.chain.info(position, group_idx)
+                    if info is not None and describes(info):
+                        late[key] = info
+                        core.undescribed.discard(key)
             sizes.append(size)
             cpu_parts.append(cpu[first:taken])
         factor = geometry.groups[0].factor

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from kvoffload.config import OffloadConfig
 from kvoffload.memory.canonical import CanonicalKVCaches
 from kvoffload.metrics.recorder import MetricsRecorder
@@ -308,13 +310,13 @@ class _Driver:
             served.finished(output_tokens=request.output_tokens)
         return stores
 
-    def _tokens(self, names: Sequence[bytes]) -> list[int]:
+    def _tokens(self, names: Sequence[bytes]) -> array[int]:
         """Return tokens for blocks that a trace only names, the same ones for the same name, for the feed."""
         if self.config.events is None:
-            return []
+            return array("I")
         size = self.block_tokens
-        firsts = [int.from_bytes(name[-12:], "big") * size % _TOKEN_IDS for name in names]
-        return [first + place for first in firsts for place in range(size)]
+        firsts = np.array([int.from_bytes(name[-12:], "big") * size % _TOKEN_IDS for name in names], np.uint32)
+        return array("I", (firsts[:, None] + np.arange(size, dtype=np.uint32)).tobytes())
 
     async def _check(self, table: GpuTable, names: Sequence[bytes], end: int) -> None:
         """Check what was loaded, up to block `end`; only then it serves later requests."""
