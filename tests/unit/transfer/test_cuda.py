@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -181,6 +183,21 @@ def test_waiting_sleeps_in_the_driver_instead_of_polling_and_events_are_pooled(r
     created = rig.fake.named("cuEventCreate")
     assert len(created) == 2
     assert all(flags == 1 for _, (_, flags) in created), "synchronize must sleep, not spin"
+
+
+def test_descriptors_and_tensors_outlive_the_transfer_and_are_let_go_after_it(rig):
+    event = ComputeEvent(rig.fake)
+    job = rig.store([0, 5], [1, 7], ready=event)
+    copy = rig.stores._jobs[0].event
+    held = weakref.ref(copy.keep[0].src)
+    gc.collect()
+    assert held() is not None
+    event.set()
+    assert rig.stores.wait({job}, 5)
+    del copy
+    gc.collect()
+    assert held() is None
+    rig.drain(rig.stores)
 
 
 def test_times_come_from_the_device(rig):
