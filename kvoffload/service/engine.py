@@ -259,6 +259,8 @@ class OffloadEngine(EngineLife):
     @enabled.setter
     def enabled(self, value: bool) -> None:
         self.check()
+        if not isinstance(value, bool):
+            raise UsageError(f"enabled is True or False, got {value!r}")
         if self._core.enabled and not value:
             self.reset_cache()
         self._core.enabled = value

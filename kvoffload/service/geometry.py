@@ -86,8 +86,10 @@ class BlockGeometry:
         """Return the block table of each group of `spec` and the token at which each starts.
 
         Raises:
-            UsageError: The spec has another number of groups.
+            UsageError: It names no GPU blocks, or has another number of groups.
         """
+        if not isinstance(spec, GPULoadStoreSpec):
+            raise UsageError(f"GPU blocks are named by a GPULoadStoreSpec, got {spec!r}")
         if len(spec.group_sizes) != len(self.groups):
             raise UsageError(f"the spec has {len(spec.group_sizes)} groups, the cache has {len(self.groups)}")
         tables, starts, at = [], [], 0

@@ -50,6 +50,11 @@ _undrained: list[object] = []
 """What copies that outlived their engine still use; it stays alive, and mapped, on purpose."""
 
 
+_NOT_STARTED = "the engine was not started: use `with OffloadEngine(...)` or call start() and adopt()"
+_PARTS = {"_core", "_board", "_roster", "_settler", "bridge", "ledger", "loads", "stores", "leases"}
+"""What `start` makes."""
+
+
 class EngineLife(ABC):
     """Starts, owns, polls and closes the parts of an `OffloadEngine`.
 
@@ -212,9 +217,16 @@ class EngineLife(ABC):
         if self._owner != threading.get_ident() or self._pid != os.getpid():
             self._complain()
 
+    if not TYPE_CHECKING:  # checkers know the parts; at run time they are not there before the start
+
+        def __getattr__(self, name: str) -> object:
+            if name in _PARTS:
+                raise UsageError(_NOT_STARTED)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def _complain(self) -> None:
         if not self._started:
-            raise UsageError("the engine was not started: use `with OffloadEngine(...)` or call start() and adopt()")
+            raise UsageError(_NOT_STARTED)
         if self._pid != os.getpid():
             raise UsageError(f"the engine belongs to process {self._pid}; it cannot be used after fork ({os.getpid()})")
         raise UsageError(f"the engine belongs to thread {self._owner}, not to {threading.get_ident()}")

@@ -254,3 +254,35 @@ def test_several_groups_match_to_the_common_length():
         assert (done.result.num_tokens, done.result.outcome) == (8, kv.LoadOutcome.PARTIAL)
         assert (layers["a"][20, 0], layers["a"][21, 0], layers["a"][22, 0]) == (1, 2, 0)
         assert (layers["b"][24, 0], layers["b"][25, 0]) == (5, 0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda engine: engine.fileno(),
+        lambda engine: engine.enabled,
+        lambda engine: engine.idle,
+        lambda engine: engine.pins(),
+        lambda engine: engine.fault,
+        lambda engine: engine.next_deadline(),
+        lambda engine: engine.give_back([1], print),
+        lambda engine: engine.poll(),
+    ],
+)
+def test_engine_that_was_not_started_says_so(call):
+    engine = Rig().engine()
+    with pytest.raises(kv.UsageError, match="was not started"):
+        call(engine)
+    assert not hasattr(type(engine), "no_such_thing")
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = engine.no_such_thing
+
+
+def test_switch_takes_only_a_bool_and_a_store_only_gpu_blocks():
+    rig = Rig()
+    with rig.engine() as engine:
+        engine.begin("a", chain(rig, 8))
+        with pytest.raises(kv.UsageError, match="enabled is True or False, got 'no'"):
+            engine.enabled = "no"
+        with pytest.raises(kv.UsageError, match="GPULoadStoreSpec"):
+            engine.submit_store("a", kv.CPULoadStoreSpec([1]), "host-visible")
