@@ -41,45 +41,11 @@ from kvoffload.manager.policies.base import WRITING, CachePolicy
 from kvoffload.manager.policies.indexed import order_of
 from kvoffload.manager.policies.registry import load_policy
 from kvoffload.manager.request_book import RequestBook
+from kvoffload.manager.reservations import Owners, Reservations
 from kvoffload.manager.specs import CPULoadStoreSpec
 
 _NO_IDS = np.empty(0, np.int64)
 _MATCHES = tuple(Match(ready, 0) for ready in range(1024))
-
-
-class _Reservation:
-    """Blocks that one copy reads or writes and whose end was not reported yet.
-
-    Attributes:
-        is_store: A store's, else a load's.
-        keys: Its keys, each once.
-        ids: Their blocks.
-        rest: What is left of it, once a part was completed.
-    """
-
-    __slots__ = ("ids", "is_store", "keys", "rest")
-
-    def __init__(self, keys: list[OffloadKey], ids: Ids, *, is_store: bool) -> None:
-        self.is_store = is_store
-        self.keys = keys
-        self.ids = ids
-        self.rest: dict[OffloadKey, int] | None = None
-
-    def blocks(self) -> dict[OffloadKey, int]:
-        """Return what is open, to be changed by the caller."""
-        if self.rest is None:
-            self.rest = dict(zip(self.keys, self.ids.tolist(), strict=True))
-        return self.rest
-
-    def block_of(self, key: OffloadKey) -> int | None:
-        return self.blocks().get(key)
-
-    def open_ids(self) -> Ids:
-        return self.ids if self.rest is None else np.array(list(self.rest.values()), np.int64)
-
-    def names(self, keys: list[OffloadKey]) -> bool:
-        """Whether `keys` are all that is open, in order."""
-        return (self.keys if self.rest is None else list(self.rest)) == keys
 
 
 class CPUOffloadingManager(OffloadingManager):
@@ -115,8 +81,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._order = order_of(self._policy, self._table)
         self._admits_all = policy_cls.admit is CachePolicy.admit
         self._asks_who_touches = policy_cls.touch_request is not CachePolicy.touch_request
-        self._reservations: dict[int, _Reservation] = {}
-        self._next_ticket = 1
+        self._reservations = Reservations()
         self._detached: set[int] = set()
         self._quarantined: set[int] = set()
         self._book = RequestBook()
@@ -225,7 +190,7 @@ class CPUOffloadingManager(OffloadingManager):
         table.refs[ids] = refs + 1
         table.used[ids] = True
         self._stats.pinned += len(found) - int(np.count_nonzero(refs))
-        ticket = self._reserve(names, ids, is_store=False)
+        ticket = self._reservations.open(names, ids, is_store=False)
         self._order.pinned(names, ids)
         return CPULoadStoreSpec.of_blocks(ids.copy(), ticket)
 
@@ -247,34 +212,17 @@ class CPUOffloadingManager(OffloadingManager):
         ticket: int | None = None,
     ) -> None:
         names = list(keys)
-        whole = self._whole(names, ticket, is_store=False)
+        whole = self._reservations.whole(names, ticket, self._detached, is_store=False)
         if whole is not None:
-            self._unpin(names, self._reservations.pop(whole).open_ids())
+            self._unpin(names, self._reservations.close(whole))
             return
         names = list(dict.fromkeys(names))
-        owners = self._loads_of(names) if ticket is None else self._owners_of(names, ticket, is_store=False)
+        owners = self._loads_of(names) if ticket is None else self._under(names, ticket, is_store=False)
         self._end_load([(owner, key) for key, owner in owners.items()])
 
-    def _loads_of(self, keys: list[OffloadKey]) -> dict[OffloadKey, int]:
-        """Return the load that each key means without a ticket.
-
-        That is the oldest one of exactly these keys, as they are held now; else, key by key, the oldest load that pins
-        it now; else the oldest that still reads its detached memory.
-        """
-        current = dict(zip(keys, self._table.find(keys), strict=True))
-        loads = [(ticket, load) for ticket, load in self._reservations.items() if not load.is_store]
-        for ticket, load in loads:
-            if load.names(keys) and load.blocks() == current:
-                return dict.fromkeys(keys, ticket)
-        owners: dict[OffloadKey, int] = {}
-        for key, block in current.items():
-            mine = [(ticket, load.block_of(key)) for ticket, load in loads]
-            mine = [(ticket, its) for ticket, its in mine if its is not None]
-            pinning = [ticket for ticket, its in mine if its == block]
-            if not mine:
-                raise UsageError(f"key {key.hex()} has no load to complete")
-            owners[key] = pinning[0] if pinning else mine[0][0]
-        return owners
+    def _loads_of(self, keys: list[OffloadKey]) -> Owners:
+        """Return the load that each key means without a ticket; see `Reservations.loads_of`."""
+        return self._reservations.loads_of(keys, dict(zip(keys, self._table.find(keys), strict=True)))
 
     def _end_load(self, ended: Iterable[tuple[int, OffloadKey]], *, stale: bool = True) -> None:
         """Give back pins one by one; free detached memory that nothing reads any more."""
@@ -282,7 +230,7 @@ class CPUOffloadingManager(OffloadingManager):
         blocks: list[int] = []
         refs = self._table.refs
         for ticket, key in ended:
-            block = self._release(ticket, key)
+            block = self._reservations.close_key(ticket, key)
             if block not in self._detached:
                 keys.append(key)
                 blocks.append(block)
@@ -360,7 +308,7 @@ class CPUOffloadingManager(OffloadingManager):
         stats.filtered += len(filtered)
         stats.reserved += count
         stats.writing += count
-        ticket = self._reserve(list(wanted), ids, is_store=True)
+        ticket = self._reservations.open(list(wanted), ids, is_store=True)
         return PrepareStoreOutput(
             list(wanted), CPULoadStoreSpec.of_blocks(ids.copy(), ticket), evicted.copy(), ticket, filtered
         )
@@ -384,15 +332,15 @@ class CPUOffloadingManager(OffloadingManager):
         ticket: int | None = None,
     ) -> None:
         names = list(keys)
-        whole = self._whole(names, ticket, is_store=True)
+        whole = self._reservations.whole(names, ticket, self._detached, is_store=True)
         if whole is not None:
-            self._end_store(names, self._reservations.pop(whole).open_ids(), success=success)
+            self._end_store(names, self._reservations.close(whole), success=success)
             return
         names = list(dict.fromkeys(names))
-        owners = self._stores_of(names) if ticket is None else self._owners_of(names, ticket, is_store=True)
+        owners = self._stores_of(names) if ticket is None else self._under(names, ticket, is_store=True)
         done: dict[OffloadKey, int] = {}
         for key, owner in owners.items():
-            block = self._release(owner, key)
+            block = self._reservations.close_key(owner, key)
             if block in self._detached:
                 self._stats.stale_completions += 1
                 self._free_detached(block)
@@ -401,22 +349,10 @@ class CPUOffloadingManager(OffloadingManager):
         if done:
             self._end_store(list(done), np.array(list(done.values()), np.int64), success=success)
 
-    def _stores_of(self, keys: list[OffloadKey]) -> dict[OffloadKey, int]:
-        """Return the store that each key means without a ticket; keys that have none are counted as stale.
-
-        That is the one that writes it now, else the oldest that still writes its detached memory.
-        """
-        owners: dict[OffloadKey, int] = {}
-        stores = [(ticket, store) for ticket, store in self._reservations.items() if store.is_store]
-        for key in keys:
-            block = self._table.writing.get(key)
-            if block is None and not self._detached:
-                continue
-            mine = [(ticket, store.block_of(key)) for ticket, store in stores]
-            mine = [(ticket, its) for ticket, its in mine if its is not None]
-            writing = [ticket for ticket, its in mine if its == block]
-            if mine:
-                owners[key] = writing[0] if writing else mine[0][0]
+    def _stores_of(self, keys: list[OffloadKey]) -> Owners:
+        """Return the store that each key means without a ticket; keys that have none are counted as stale."""
+        writing, detached = self._table.writing, self._detached
+        owners = self._reservations.stores_of({key: writing.get(key) for key in keys if key in writing or detached})
         self._stats.stale_completions += len(keys) - len(owners)
         return owners
 
@@ -470,7 +406,7 @@ class CPUOffloadingManager(OffloadingManager):
         if hung:
             self._quarantined.update(blocks.values())
         elif not copy_running:
-            del self._reservations[ticket]
+            self._reservations.close(ticket)
             for block in blocks.values():
                 self._free_detached(block)
 
@@ -541,51 +477,13 @@ class CPUOffloadingManager(OffloadingManager):
         """Drop every key and every open reservation; nothing is announced."""
         self.events = None
         self.reset_cache()
-        for ticket in list(self._reservations):
+        for ticket in self._reservations.tickets():
             self.abandon(ticket)
 
-    # ---- reservations
-
-    def _reserve(self, keys: list[OffloadKey], ids: Ids, *, is_store: bool) -> int:
-        ticket = self._next_ticket
-        self._next_ticket += 1
-        self._reservations[ticket] = _Reservation(keys, ids, is_store=is_store)
-        return ticket
-
-    def _whole(self, keys: list[OffloadKey], ticket: int | None, *, is_store: bool) -> int | None:
-        """Return the reservation whose open keys are these, in order, if none of its memory is detached."""
-        if not keys:
-            return None
-        if ticket is None:
-            named = ((t, r) for t, r in self._reservations.items() if r.is_store is is_store and r.names(keys))
-            return next((t for t, r in named if self._is_attached(r)), None)
-        one = self._reservations.get(ticket)
-        if one is None or one.is_store is not is_store or not one.names(keys):
-            return None
-        return ticket if self._is_attached(one) else None
-
-    def _is_attached(self, reservation: _Reservation) -> bool:
-        return not self._detached or self._detached.isdisjoint(reservation.open_ids().tolist())
-
-    def _release(self, ticket: int, key: OffloadKey) -> int:
-        reservation = self._reservations[ticket]
-        blocks = reservation.blocks()
-        block = blocks.pop(key)
-        if not blocks:
-            del self._reservations[ticket]
-        return block
-
-    def _owners_of(self, keys: Iterable[OffloadKey], ticket: int, *, is_store: bool) -> dict[OffloadKey, int]:
+    def _under(self, keys: list[OffloadKey], ticket: int, *, is_store: bool) -> Owners:
         """Return the keys that are open under `ticket`; the others are counted as stale."""
-        reservation = self._reservations.get(ticket)
-        if reservation is not None and reservation.is_store is not is_store:
-            raise UsageError(f"ticket {ticket} is of a {'store' if reservation.is_store else 'load'}")
-        owners: dict[OffloadKey, int] = {}
-        for key in keys:
-            if reservation is not None and key in reservation.blocks():
-                owners[key] = ticket
-            else:
-                self._stats.stale_completions += 1
+        owners = self._reservations.under(keys, ticket, is_store=is_store)
+        self._stats.stale_completions += len(keys) - len(owners)
         return owners
 
     def _free_detached(self, block: int) -> None:
