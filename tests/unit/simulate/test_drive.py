@@ -140,7 +140,7 @@ async def test_a_killed_rank_costs_hits_until_it_is_back():
                 seen["killed"] = result.loaded_blocks
                 os.kill(service.engine.ground.workers._channel.hellos[1].pid, signal.SIGKILL)
         elif not service.health().ok:
-            seen["missing"] = result.loaded_blocks
+            seen.setdefault("missing", set()).add(result.loaded_blocks)
         elif "missing" in seen:
             seen.setdefault("back", result.loaded_blocks)
             if result.loaded_blocks > seen["back"] + 20:
@@ -152,6 +152,6 @@ async def test_a_killed_rank_costs_hits_until_it_is_back():
     )
     assert result.corrupt_blocks == 0
     assert result.leaked == CLEAN
-    assert seen["back"] <= seen["missing"] + 20
+    assert len(seen["missing"]) <= 2, "nothing hits while a rank is missing, but for what was under way when it died"
     assert result.loaded_blocks > seen["back"] + 20
     assert result.stats.manager.quarantined == 0
