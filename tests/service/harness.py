@@ -154,6 +154,17 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return [seed * 100_000 + index for index in range(count)]
 
 
+async def store_prefix(rig, service, blocks, *, seed=0, name="store"):
+    """Store as many full blocks of the seeded sequence as `blocks` names; return the result."""
+    rig.allocate(blocks)
+    rig.fill(blocks, seed)
+    count = len(blocks) * BLOCK
+    async with service.request(
+        name, service.chain(tokens(count, seed)), gpu_blocks=list(blocks), free=rig.free
+    ) as request:
+        return await request.store(computed_tokens=count, ready="host-visible")
+
+
 def check_books(manager: CPUOffloadingManager, *, idle: bool = False) -> None:
     """The conservation laws; with `idle`, also that nothing is pinned, being written or detached."""
     stats = manager.stats()

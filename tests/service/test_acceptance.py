@@ -10,19 +10,9 @@ import threading
 import tracemalloc
 
 import pytest
-from service.harness import BLOCK, ManualClock, Rig, tokens
+from service.harness import BLOCK, ManualClock, Rig, store_prefix, tokens
 
 import kvoffload as kv
-
-
-async def _stored(rig, service, blocks, *, seed=0, name="store"):
-    rig.allocate(blocks)
-    rig.fill(blocks, seed)
-    count = len(blocks) * BLOCK
-    async with service.request(
-        name, service.chain(tokens(count, seed)), gpu_blocks=list(blocks), free=rig.free
-    ) as request:
-        return await request.store(computed_tokens=count, ready="host-visible")
 
 
 async def test_quarantined_block_is_in_the_scrape_in_the_health_and_in_the_sum_of_states():
@@ -30,8 +20,8 @@ async def test_quarantined_block_is_in_the_scrape_in_the_health_and_in_the_sum_o
     clock = ManualClock()
     rig = Rig(load_deadline_seconds=5.0)
     async with rig.service(clock=clock) as service:
-        await _stored(rig, service, [0, 1, 2])
-        await _stored(rig, service, [3], seed=1, name="other")
+        await store_prefix(rig, service, [0, 1, 2])
+        await store_prefix(rig, service, [3], seed=1, name="other")
         rig.loads.hold()
         async with service.request("r", service.chain(tokens(5, 1)), gpu_blocks=[10, 11], free=rig.free) as request:
             load = asyncio.create_task(request.load())
@@ -113,7 +103,7 @@ async def test_poller_that_raises_fails_the_waits_with_its_error_as_cause_when_a
     """A-Y3, with `fail_open=False`: three awaits are pending, each gets the error, new calls fail at once."""
     rig = Rig(fail_open=False)
     async with rig.service() as service:
-        await _stored(rig, service, [0, 1])
+        await store_prefix(rig, service, [0, 1])
         rig.loads.hold()
         error = RuntimeError("lost the device")
 
@@ -184,7 +174,7 @@ async def test_abort_while_a_load_waits_ends_the_wait_and_leaves_the_copy_to_its
     """A-Y2: queued, pinned, loading, finished; twice; and another request is served."""
     rig = Rig()
     async with rig.service() as service:
-        await _stored(rig, service, [0, 1])
+        await store_prefix(rig, service, [0, 1])
         assert service.abort("unknown") is False
         rig.loads.hold()
         async with service.request("r", service.chain(tokens(9)), gpu_blocks=[10, 11, 12], free=rig.free) as request:

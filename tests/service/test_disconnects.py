@@ -11,21 +11,11 @@ import time
 import anyio
 import pytest
 import uvloop
-from service.harness import BLOCK, Rig, tokens
+from service.harness import Rig, store_prefix, tokens
 
 import kvoffload as kv
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-
-
-async def _stored(rig, service, blocks, *, seed=0, name="store"):
-    rig.allocate(blocks)
-    rig.fill(blocks, seed)
-    count = len(blocks) * BLOCK
-    async with service.request(
-        name, service.chain(tokens(count, seed)), gpu_blocks=list(blocks), free=rig.free
-    ) as request:
-        return await request.store(computed_tokens=count, ready="host-visible")
 
 
 def _until(condition):
@@ -40,7 +30,7 @@ async def test_next_owner_of_a_block_never_sees_the_copy_of_a_client_that_left()
     """A-Y9."""
     rig = Rig()
     async with rig.service() as service:
-        await _stored(rig, service, [0, 1])
+        await store_prefix(rig, service, [0, 1])
         rig.loads.hold()
 
         async def client():
@@ -71,7 +61,7 @@ def test_thousand_clients_leave_at_once_during_a_copy_without_a_spin_and_each_in
 
     async def main():
         async with rig.service() as service:
-            await _stored(rig, service, [0, 1])
+            await store_prefix(rig, service, [0, 1])
             rig.loads.hold()
             scopes = [anyio.CancelScope() for _ in range(clients)]
 
@@ -126,7 +116,7 @@ async def test_generator_closed_by_another_task_leaves_exact_books(caplog):
     """A-Y11."""
     rig = Rig()
     async with rig.service() as service:
-        await _stored(rig, service, [0, 1])
+        await store_prefix(rig, service, [0, 1])
         stream = _stream(rig, service, "r", [10, 11, 12])
         assert (await anext(stream)).num_tokens == 8
         await asyncio.create_task(stream.aclose())
@@ -144,7 +134,7 @@ def test_generator_that_is_collected_leaves_exact_books(loop, caplog):
     async def main():
         asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
         async with rig.service() as service:
-            await _stored(rig, service, [0, 1])
+            await store_prefix(rig, service, [0, 1])
             stream = _stream(rig, service, "r", [10, 11, 12])
             await anext(stream)
             del stream
@@ -180,7 +170,7 @@ async def test_request_left_on_another_thread_is_left_on_the_loop_and_freed_ther
 async def test_request_left_while_its_own_load_is_awaited_by_another_task():
     rig = Rig()
     async with rig.service() as service:
-        await _stored(rig, service, [0, 1])
+        await store_prefix(rig, service, [0, 1])
         rig.loads.hold()
         async with service.request("r", service.chain(tokens(9)), gpu_blocks=[10, 11, 12], free=rig.free) as request:
             load = asyncio.create_task(request.load())

@@ -9,20 +9,10 @@ import threading
 import weakref
 
 import pytest
-from service.harness import BLOCK, ManualClock, Rig, tokens
+from service.harness import BLOCK, ManualClock, Rig, store_prefix, tokens
 
 import kvoffload as kv
 from kvoffload.service.life import EngineLife
-
-
-async def _stored(rig, service, blocks, *, seed=0, name="store"):
-    rig.allocate(blocks)
-    rig.fill(blocks, seed)
-    count = len(blocks) * BLOCK
-    async with service.request(
-        name, service.chain(tokens(count, seed)), gpu_blocks=list(blocks), free=rig.free
-    ) as request:
-        return await request.store(computed_tokens=count, ready="host-visible")
 
 
 async def _until(condition):
@@ -66,7 +56,7 @@ async def test_request_that_dies_before_its_copy_leaves_no_reservation_and_a_lat
 async def test_same_load_by_two_requests_is_one_copy_and_both_get_it():
     rig = Rig()
     async with rig.service() as service:
-        await _stored(rig, service, [0, 1, 2])
+        await store_prefix(rig, service, [0, 1, 2])
         rig.loads.hold()
         shared = [10, 11, 12, 13]
         async with _request(rig, service, "a", table=shared) as a, _request(rig, service, "b", 17, shared) as b:
@@ -84,7 +74,7 @@ async def test_same_load_by_two_requests_is_one_copy_and_both_get_it():
 async def test_load_is_not_joined_when_the_second_caller_waits_for_work_of_its_own():
     rig = Rig()
     async with rig.service() as service:
-        await _stored(rig, service, [0, 1, 2])
+        await store_prefix(rig, service, [0, 1, 2])
         rig.loads.hold()
         event = threading.Event()
         async with _request(rig, service) as request:
@@ -101,7 +91,7 @@ async def test_load_is_not_joined_when_the_second_caller_waits_for_work_of_its_o
 async def test_load_into_a_block_named_twice_is_a_usage_error_and_changes_nothing():
     rig = Rig()
     async with rig.service() as service:
-        await _stored(rig, service, [0, 1, 2])
+        await store_prefix(rig, service, [0, 1, 2])
         async with _request(rig, service, table=[10, 10, 12, 13]) as request:
             with pytest.raises(kv.UsageError, match="twice"):
                 await request.load()
@@ -165,7 +155,7 @@ async def test_reset_ends_the_wait_for_blocks_that_will_not_come():
 async def test_load_does_not_wait_for_blocks_beyond_what_it_wants():
     rig = Rig(pending_wait_seconds=60.0, load_deadline_seconds=60.0)
     async with rig.service() as service:
-        await _stored(rig, service, [0, 1])
+        await store_prefix(rig, service, [0, 1])
         rig.stores.hold()
         async with _request(rig, service, "w", table=[4, 5, 2, 3]) as writer, _request(rig, service) as reader:
             job = writer.store(computed_tokens=12, ready="host-visible")
@@ -190,7 +180,7 @@ async def test_request_larger_than_the_pool_is_a_miss_in_bounded_time():
 async def test_loads_larger_than_the_limit_run_alone_in_the_order_of_their_coming():
     rig = Rig(max_inflight_load_bytes=1, load_deadline_seconds=60.0)
     async with rig.service() as service:
-        await _stored(rig, service, [0, 1])
+        await store_prefix(rig, service, [0, 1])
         rig.loads.hold()
         order = []
 
@@ -216,7 +206,7 @@ async def test_loads_larger_than_the_limit_run_alone_in_the_order_of_their_comin
 async def test_waiting_load_times_out_as_backpressure_and_passes_its_turn_on():
     rig = Rig(max_inflight_load_bytes=1, load_deadline_seconds=60.0)
     async with rig.service() as service:
-        await _stored(rig, service, [0, 1])
+        await store_prefix(rig, service, [0, 1])
         rig.loads.hold()
         async with (
             _request(rig, service, "a", 9, [10, 11, 12]) as a,
@@ -238,8 +228,8 @@ async def test_turn_that_meets_a_miss_is_passed_on():
     """A load that was called but finds nothing any more must not leave the others waiting."""
     rig = Rig(max_inflight_load_bytes=1, load_deadline_seconds=60.0)
     async with rig.service() as service:
-        await _stored(rig, service, [0, 1])
-        await _stored(rig, service, [2, 3], seed=5, name="other")
+        await store_prefix(rig, service, [0, 1])
+        await store_prefix(rig, service, [2, 3], seed=5, name="other")
         rig.loads.hold()
         async with (
             _request(rig, service, "a", 9, [10, 11, 12]) as a,
@@ -303,7 +293,7 @@ async def test_lease_that_expired_loads_nothing_and_pins_nothing():
     clock = ManualClock()
     rig = Rig(lease_seconds=10.0)
     async with rig.service(clock=clock) as service:
-        await _stored(rig, service, [0, 1])
+        await store_prefix(rig, service, [0, 1])
         async with _request(rig, service) as request, request.lease() as lease:
             assert service.stats().manager.pinned == 2
             clock.advance(10.0)
