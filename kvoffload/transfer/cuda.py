@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 import threading
 import time
 from collections import deque
@@ -119,6 +120,7 @@ class CudaStream:
         self._device = device
         self._pinned = pinned
         self._max_batch = max_batch
+        self._pid = os.getpid()
         self._changed = threading.Condition()
         self._queue: deque[CudaCopy] = deque()
         self._events: list[int] = []
@@ -209,6 +211,8 @@ class CudaStream:
 
     def close(self) -> None:
         """Take no more copies; the thread ends after the queued ones."""
+        if os.getpid() != self._pid:  # a fork has no thread to close, and may have inherited a held lock
+            return
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import logging
 import os
+import signal
 import threading
 import weakref
 
@@ -198,6 +199,32 @@ def test_descriptors_and_tensors_outlive_the_transfer_and_are_let_go_after_it(ri
     gc.collect()
     assert held() is None
     rig.drain(rig.stores)
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_forked_child_closes_nothing_even_under_a_lock_that_was_held(rig):
+    stream = rig.stores._stream
+    held, release = threading.Event(), threading.Event()
+
+    def hold():
+        with stream._changed:
+            held.set()
+            release.wait(10)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait(10)
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(5)  # a child that waits for the lock dies of it
+        stream.close()
+        os._exit(0)
+    release.set()
+    holder.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    rig.store([0], [0])
+    assert rig.drain(rig.stores)[0].success
 
 
 def test_times_come_from_the_device(rig):
