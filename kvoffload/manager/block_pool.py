@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from kvoffload.errors import UsageError
 
@@ -49,3 +52,10 @@ class BlockPool:
     def free(self, block_ids: Iterable[int]) -> None:
         """Take blocks back."""
         self._freed.extend(block_ids)
+
+    def taken_except(self, block_ids: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return the blocks that are handed out, without those of `block_ids`, lowest first."""
+        taken = np.ones(self._fresh, np.bool_)
+        taken[self._freed] = False
+        taken[list(block_ids)] = False
+        return taken.nonzero()[0]

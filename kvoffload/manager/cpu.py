@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 
@@ -433,10 +432,10 @@ class CPUOffloadingManager(OffloadingManager):
 
     def reset_cache(self) -> int:
         table, stats = self._table, self._stats
-        ready = list(chain.from_iterable(table.shards))
-        ids = np.fromiter(chain.from_iterable(shard.values() for shard in table.shards), np.int64, len(ready))
         written = dict(table.writing)
-        self._order.drop_all([*ready, *written])
+        ids = self._pool.taken_except((*written.values(), *self._detached))
+        ready: list[OffloadKey] = table.keys[ids].tolist()
+        self._order.drop_all([*ready, *written] if written else ready)
         self._let_go(ids)
         self._detached.update(written.values())
         stats.reset_while_ready += len(ready)

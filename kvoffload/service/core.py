@@ -192,8 +192,12 @@ class Core:
         now = self.clock()
         for event in events:
             if event.removed:
-                self.undescribed.difference_update(event.keys)
+                if self.undescribed:
+                    self.undescribed.difference_update(event.keys)
                 self.history.note(event.keys, cause, now)
+                if cause == "reset":
+                    self.last_use.clear()
+                    continue
                 idle = self.last_use.gone(event.keys, now)
                 if cause == "evicted":
                     for seconds in idle:

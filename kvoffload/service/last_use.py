@@ -31,3 +31,7 @@ class LastUse:
         """Forget keys that left; return for how long each was not used, as far as that is known."""
         take = self._at.pop
         return [now_seconds - at for key in keys if (at := take(key, None)) is not None]
+
+    def clear(self) -> None:
+        """Forget everything: all keys left at once."""
+        self._at = {}

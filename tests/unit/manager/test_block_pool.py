@@ -23,3 +23,11 @@ def test_asking_for_more_than_is_free_takes_nothing():
 def test_negative_size_is_refused():
     with pytest.raises(UsageError, match="-1"):
         BlockPool(-1)
+
+
+def test_the_blocks_handed_out_are_told_without_those_named():
+    pool = BlockPool(6)
+    pool.allocate(5)
+    pool.free([1])
+    assert pool.taken_except([3]).tolist() == [0, 2, 4]
+    assert BlockPool(3).taken_except([]).tolist() == []
