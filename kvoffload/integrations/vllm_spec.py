@@ -38,6 +38,20 @@ VLLM_KEYS = frozenset(
 )
 """Keys of `kv_connector_extra_config` that vLLM reads itself; every other key is one of `OffloadConfig`."""
 
+ADAPTER_KEYS = frozenset(
+    {
+        "cpu_bytes_to_use",
+        "eviction_policy",
+        "store_threshold",
+        "max_tracker_size",
+        "model_name",
+        "instance_id",
+        "pending_wait_seconds",
+        "events",
+    }
+)
+"""Keys of `OffloadConfig` that the adapter obeys; the others are about kvoffload's own service."""
+
 
 class KVOffloadSpec(OffloadingSpec):  # type: ignore[misc] # vLLM is untyped here
     """One instance per role: the scheduler's makes the manager and the feed, a worker's the handlers and host memory.
@@ -136,9 +150,12 @@ def offload_config(config: OffloadingConfig) -> OffloadConfig:
     clash = sorted(keys.keys() & derived.keys())
     if clash:
         raise ConfigError(f"{', '.join(clash)} cannot be set here: vLLM's own configuration decides")
+    idle = sorted((keys.keys() & OffloadConfig.model_fields.keys()) - ADAPTER_KEYS)
+    if idle:
+        raise ConfigError(f"{', '.join(idle)} would have no effect in vLLM: docs/vllm.md lists the keys that have")
     keys.setdefault("model_name", config.model.name)
     keys.setdefault("instance_id", config.engine_id)
-    if keys.get("events"):
+    if "events" in keys:
         keys["events"] = _events(keys["events"], config)
     return OffloadConfig(**keys, **derived)
 

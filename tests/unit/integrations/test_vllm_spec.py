@@ -54,6 +54,17 @@ def test_what_vllm_decides_cannot_be_set(adapter, config):
         adapter.KVOffloadSpec(config({"cpu_bytes_to_use": 1 << 20, "gpu_block_size": 16}))
 
 
+@pytest.mark.parametrize("key", [{"enabled": False}, {"lease_seconds": 5}, {"pin_memory": "never"}])
+def test_a_key_that_only_the_service_obeys_is_refused(adapter, config, key):
+    with pytest.raises(ConfigError, match=f"{next(iter(key))} would have no effect in vLLM"):
+        adapter.KVOffloadSpec(config({"cpu_bytes_to_use": 1 << 20} | key))
+
+
+def test_events_without_any_key_are_this_ranks_and_not_the_only_feed_either(adapter, config):
+    spec = adapter.KVOffloadSpec(config({"cpu_bytes_to_use": 1 << 20, "events": {}}, engine_feed=True, rank=3))
+    assert (spec.offload.events.sole_publisher, spec.offload.events.dp_rank) == (False, 3)
+
+
 def test_groups_of_different_block_sizes_are_taken(adapter, config):
     spec = adapter.KVOffloadSpec(config({"cpu_bytes_to_use": 1 << 20}, sizes=(16, 32), chunks=2))
     assert spec.offload.gpu_block_size == (16, 32)
