@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(findings: Sequence[Finding]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title="kvoffload doctor", title_justify="left", show_header=False, box=None, pad_edge=False)
@@ -53,7 +54,7 @@ def _print(findings: Sequence[Finding]) -> None:
     table.add_column(style="bold")
     table.add_column()
     for finding in findings:
-        table.add_row(_MARKS.get(finding.status, "[green]✓"), finding.name, finding.found)
+        table.add_row(_MARKS.get(finding.status, "[green]✓"), finding.name, escape(finding.found))
         if finding.advice:
-            table.add_row("", "", f"[dim]→ {finding.advice}")
+            table.add_row("", "", f"[dim]→ {escape(finding.advice)}")
     Console().print(table)

@@ -110,7 +110,7 @@ def plan(
     factor, ranks = config.block_size_factor, config.world_size
     block_tokens = config.hash_block_size * factor
     groups = len(geometry.groups)
-    total = spec.num_blocks * spec.offloaded_block_bytes
+    total = spec.host_bytes
     limits = {
         "memory_available_bytes": preflight.available_memory_bytes(system),
         "cgroup_available_bytes": preflight.cgroup_available_bytes(system),

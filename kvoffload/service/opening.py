@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvoffload.config import OffloadConfig
 from kvoffload.errors import UsageError
+from kvoffload.memory import preflight
 from kvoffload.memory.canonical import CanonicalKVCaches
 from kvoffload.service.geometry import BlockGeometry
 from kvoffload.spec.base import KVCacheConfig, OffloadingSpec
@@ -72,6 +73,9 @@ class Ground:
             self.geometry = BlockGeometry.of(
                 self.config, hello.group_page_sizes, hello.num_blocks, self.config.world_size
             )
+            preflight.check_memory(
+                self.spec.host_bytes, "shared region"
+            )  # before the manager's tables for so many blocks
             workers.provide(self.spec.get_manager().stats().capacity)
         except BaseException:
             workers.shutdown()

@@ -55,9 +55,14 @@ class OffloadingSpec(ABC):
         config: The checked configuration.
         kv_cache_config: Sizes of the engine's KV cache.
 
+    Attributes:
+        host_bytes: Host memory that all ranks together will take; 0 where a spec cannot tell.
+
     Raises:
         ConfigError: The two disagree about the groups' block sizes.
     """
+
+    host_bytes: int = 0
 
     def __init__(self, config: OffloadConfig, kv_cache_config: KVCacheConfig) -> None:
         self.config = config

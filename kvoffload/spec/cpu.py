@@ -22,6 +22,7 @@ class CPUOffloadingSpec(OffloadingSpec):
     Attributes:
         offloaded_block_bytes: Bytes of one offloaded block: all tensors, all its engine blocks, all ranks.
         num_blocks: Offloaded blocks that fit into `cpu_bytes_to_use`.
+        host_bytes: Bytes of all these blocks.
 
     Raises:
         ConfigError: Not one block fits, or the KV cache has no bytes.
@@ -42,6 +43,7 @@ class CPUOffloadingSpec(OffloadingSpec):
                 f"({per_rank} bytes x {self.block_size_factor} engine blocks x {config.world_size} ranks); "
                 f"got {config.cpu_bytes_to_use}"
             )
+        self.host_bytes = self.num_blocks * self.offloaded_block_bytes
         self._manager: OffloadingManager | None = None
         self._handlers: CpuGpuOffloadingHandlers | None = None
 

@@ -15,6 +15,7 @@ import kvoffload as kv
 from kvoffload.errors import NoSpaceError
 from kvoffload.service.ranks import meeting
 from kvoffload.service.ranks.wire import decode_welcome
+from kvoffload.spec.cpu import CPUOffloadingSpec
 from kvoffload.transfer.scripted import ScriptedOffloadingHandlers
 
 
@@ -266,4 +267,19 @@ def test_region_that_does_not_fit_is_said_and_no_rank_waits_for_it(make_world):
     world.settle()
     assert time.monotonic() - failed < 2
     assert caught.value.requested_bytes > caught.value.available_bytes > 0
+    assert all(isinstance(outcome, kv.ClosedError) for outcome in world.outcomes)
+
+
+def test_absurd_size_is_refused_before_the_managers_tables_are_made(make_world, monkeypatch):
+    """100 TiB of small blocks took half a minute and gigabytes of tables before the region said no."""
+    world = make_world()
+    for rank in (0, 1):
+        world.join(world.rank(rank))
+    world.config = world.make_config(cpu_bytes_to_use="100TiB")
+    monkeypatch.setattr(CPUOffloadingSpec, "get_manager", lambda _: pytest.fail("the manager was made"))
+    with pytest.raises(NoSpaceError, match=r"bytes needed, .* available") as caught:
+        world.engine().start()
+    assert caught.value.requested_bytes == 100 << 40
+    assert 0 < caught.value.available_bytes < 100 << 40
+    world.settle()
     assert all(isinstance(outcome, kv.ClosedError) for outcome in world.outcomes)

@@ -171,6 +171,13 @@ def test_json_and_exit_code(system, tmp_path, monkeypatch, capsys):
     assert "1.0 GiB available" in capsys.readouterr().out
 
 
+def test_brackets_in_a_finding_are_printed_as_they_are(system, monkeypatch, capsys):
+    machine = Machine(system, load_driver=no_driver, features=(), version_of=no_package)
+    monkeypatch.setattr("kvoffload.cli.doctor.Machine", lambda: machine)
+    main(["doctor"])
+    assert "kvoffload[torch]" in "".join(capsys.readouterr().out.split())
+
+
 def test_a_configuration_that_cannot_be_read_is_exit_code_2(capsys):
     assert main(["doctor", "missing.toml"]) == 2
     assert "missing.toml" in capsys.readouterr().err
