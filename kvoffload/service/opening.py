@@ -82,6 +82,11 @@ class Ground:
             raise
         return workers
 
+    def give_up(self) -> None:
+        """End an `open` that waits for ranks; it raises `ClosedError` and leaves nothing. Returns at once."""
+        if self.workers is not None:
+            self.workers.give_up()
+
     def measure_link(self) -> dict[str, float]:
         """Return the bytes per second of one large copy per direction; empty where it is not known (ranks)."""
         if self.spec is None or self.kv_caches is None:

@@ -84,7 +84,11 @@ class OffloadService:
         self.resolver = Resolver(loop)
         self.room = RoomLine(self.resolver)
         # A process that gives up must not wait until 100 GiB, which nobody wants any more, are allocated.
-        await in_thread(self.engine.start, "kvoffload-start", lambda _: self._undo_start(), daemon=True)
+        try:
+            await in_thread(self.engine.start, "kvoffload-start", lambda _: self._undo_start(), daemon=True)
+        except BaseException:
+            self.engine.ground.give_up()
+            raise
         self.engine.adopt()
         loop.add_reader(self.engine.fileno(), self._on_readable)
         self.engine.telemetry.add(lambda: {"waiting_loads": {"": len(self.room)}})

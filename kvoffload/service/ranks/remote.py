@@ -108,7 +108,7 @@ class RemoteWorkers:
             raise UsageError("call gather() first")
         page = sum(agreed.page_sizes) * agreed.block_size_factor
         total = page * self.world_size * num_cpu_blocks
-        region = SharedOffloadRegion(None, total, num_cpu_blocks, None, self.world_size, page, progress=self._progress)
+        region = SharedOffloadRegion(None, total, num_cpu_blocks, None, self.world_size, page, progress=self._go_on)
         with self._lock:
             if self._closing:
                 region.cleanup()
@@ -120,6 +120,19 @@ class RemoteWorkers:
                 lambda: not self._book.missing(),
                 lambda: f"ranks {self._book.missing()} were not ready within {self.join_timeout} s",
             )
+
+    def give_up(self) -> None:
+        """Let `gather` and `provide` end soon, with `ClosedError`; returns at once. Nothing can join afterwards."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+
+    def _go_on(self, done: int, total: int) -> None:
+        """Pass on how far the region is; nobody waits until 100 GiB that nobody wants any more are reserved."""
+        if self._closing:
+            raise ClosedError("the ranks were shut down while their region was made")
+        if self._progress is not None:
+            self._progress(done, total)
 
     def _absent_at_start(self) -> str:
         absent = sorted(set(range(self.world_size)) - set(self._channel.hellos))
@@ -236,9 +249,8 @@ class RemoteWorkers:
         Ranks learn of it by the end of their connection, finish their copies and wait for a new deciding process.
         """
         self._process.check()
+        self.give_up()
         with self._lock:
-            self._closing = True
-            self._lock.notify_all()
             region, self._region = self._region, None
         self._channel.stop(timeout)
         if region is not None:

@@ -1,5 +1,6 @@
 """Ranks come, go and come again at every point; here they live in threads of this process."""
 
+import asyncio
 import os
 import socket
 import threading
@@ -112,6 +113,44 @@ def test_shutdown_ends_every_wait_at_once(make_world):
     assert errors == ["the ranks were shut down while they joined"]
     assert isinstance(world.outcomes[0], kv.ClosedError)
     assert "went away" in str(world.outcomes[0])
+
+
+async def test_service_whose_start_is_cancelled_waits_no_longer_for_its_ranks(make_world):
+    """It waited for `join_timeout` on, with its thread, sockets and address."""
+    world = make_world(join_timeout=120.0)
+    world.join(world.rank(0))
+    until(lambda: 0 in world.workers._channel.hellos)
+    start = asyncio.create_task(kv.OffloadService(world.config, workers=world.workers).__aenter__())
+    await asyncio.sleep(0)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    until(
+        lambda: (
+            not [thread for thread in threading.enumerate() if thread.name in {"kvoffload-start", "kvoffload-ranks"}]
+        )
+    )
+    world.settle()
+    assert isinstance(world.outcomes[0], kv.ClosedError)
+    meeting.listen(world.workers.address).close()
+
+
+def test_region_that_nobody_wants_any_more_is_not_reserved_to_its_end(make_world):
+    world = make_world()
+    done = []
+
+    def shut_down_at_the_first_piece(so_far, total):
+        done.append((so_far, total))
+        world.workers.give_up()
+
+    world.workers._progress = shut_down_at_the_first_piece
+    world.config = world.make_config(cpu_bytes_to_use="600MiB")
+    for rank in (0, 1):
+        world.join(world.rank(rank, page=1 << 20, blocks=4))
+    with pytest.raises(kv.ClosedError, match="shut down while their region was made"):
+        world.engine().start()
+    world.settle()
+    assert done == [(256 << 20, 600 << 20)]
 
 
 def test_ranks_join_the_next_deciding_process(make_world):
