@@ -69,6 +69,12 @@ SLOW_LOOP = {
     'kvoffload_loop_lag_seconds_bucket{le="0.25"}': "0+240x60",
     'kvoffload_loop_lag_seconds_bucket{le="+Inf"}': "0+240x60",
 }
+MISSING_RANK = {
+    "kvoffload_healthy": "0x9",
+    "kvoffload_enabled": "1x9",
+    "kvoffload_ranks_up": "1x9",
+    "kvoffload_ranks_expected": "2x9",
+}
 QUICK_LOOP = dict.fromkeys(SLOW_LOOP, "0+240x60")
 
 CASES = (
@@ -88,6 +94,15 @@ CASES = (
         "KvoffloadRankDown", "one of two ranks", {"kvoffload_ranks_up": "1x9", "kvoffload_ranks_expected": "2x9"}, 4, 1
     ),
     Case("KvoffloadRankDown", "all ranks", {"kvoffload_ranks_up": "2x9", "kvoffload_ranks_expected": "2x9"}, 4, 0),
+    Case("KvoffloadRankDown", "a missing rank pages once", MISSING_RANK, 4, 1),
+    Case("KvoffloadUnhealthy", "a missing rank pages once", MISSING_RANK, 4, 0),
+    Case(
+        "KvoffloadUnhealthy",
+        "all ranks are up, something else is wrong",
+        {**MISSING_RANK, "kvoffload_ranks_up": "2x9"},
+        4,
+        1,
+    ),
     Case(
         "KvoffloadTransferFailures",
         "several failures",
