@@ -3,14 +3,15 @@
 vLLM 0.32 asserts that every submission and every copy succeeds, so failures take another way. A job that failed is
 reported to vLLM as done, and its ticket to kvoffload's manager (`take_failed_tickets`): a failed store never becomes
 readable. For a failed load the request is named as well (`take_failed_requests`): its GPU blocks hold undefined bytes,
-and vLLM recomputes them or fails the request. `vllm_taps` carries both.
+and vLLM recomputes them or fails the request. They are zeroed first: vLLM gives them to others as they are, and an
+attention kernel that weighs the unwritten end of a block with zero still gets NaN from a NaN. `vllm_taps` carries both.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches as VllmCaches
 from vllm.v1.kv_offload.base import GPULoadStoreSpec as VllmBlocks
@@ -27,6 +28,17 @@ from kvoffload.transfer.stream import MakeStream
 from kvoffload.transfer.worker import OffloadingWorker
 
 logger = logging.getLogger(__name__)
+
+
+class _Copy(NamedTuple):
+    """One running job: its rows of host memory and, for a load, the engine's blocks that it fills."""
+
+    host: HostBlocks
+    target: GPULoadStoreSpec | None = None
+
+    @property
+    def kind(self) -> str:
+        return "store" if self.target is None else "load"
 
 
 class KVOffloadWorker(VllmWorker):  # type: ignore[misc] # vLLM is untyped here
@@ -56,7 +68,8 @@ class KVOffloadWorker(VllmWorker):  # type: ignore[misc] # vLLM is untyped here
         self._worker = OffloadingWorker()
         self._register(GPULoadStoreSpec, CPULoadStoreSpec, self._handlers.gpu_to_cpu_handler)
         self._register(CPULoadStoreSpec, GPULoadStoreSpec, self._handlers.cpu_to_gpu_handler)
-        self._jobs: dict[int, tuple[HostBlocks, bool]] = {}
+        self._caches: CanonicalKVCaches | None = caches
+        self._jobs: dict[int, _Copy] = {}
         self._refused: list[int] = []
         self._failed_tickets: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -66,17 +79,18 @@ class KVOffloadWorker(VllmWorker):  # type: ignore[misc] # vLLM is untyped here
 
     def submit_store(self, job_id: int, src_spec: VllmBlocks, dst_spec: HostBlocks) -> bool:
         """Queue a copy from vLLM's blocks to host memory; a refused one is reported as failed by `get_finished`."""
-        return self._submit(job_id, (_gpu_spec(src_spec), dst_spec), dst_spec, is_load=False)
+        return self._submit(job_id, (_gpu_spec(src_spec), dst_spec), _Copy(dst_spec))
 
     def submit_load(self, job_id: int, src_spec: HostBlocks, dst_spec: VllmBlocks) -> bool:
         """Queue a copy from host memory to vLLM's blocks; a refused one is reported as failed by `get_finished`."""
-        return self._submit(job_id, (src_spec, _gpu_spec(dst_spec)), src_spec, is_load=True)
+        target = _gpu_spec(dst_spec)
+        return self._submit(job_id, (src_spec, target), _Copy(src_spec, target))
 
-    def _submit(self, job_id: int, spec: TransferSpec, host: HostBlocks, *, is_load: bool) -> bool:
-        self._jobs[job_id] = (host, is_load)
+    def _submit(self, job_id: int, spec: TransferSpec, copy: _Copy) -> bool:
+        self._jobs[job_id] = copy
         if not self._worker.transfer_async(job_id, spec, self._ready()):
             error = self._worker.take_submit_error(job_id)
-            logger.error("%s job %d was refused: %s", "load" if is_load else "store", job_id, error)
+            logger.error("%s job %d was refused: %s", copy.kind, job_id, error)
             self._refused.append(job_id)
         return True
 
@@ -88,7 +102,7 @@ class KVOffloadWorker(VllmWorker):  # type: ignore[misc] # vLLM is untyped here
         return finished
 
     def _ended(self, result: TransferResult) -> VllmResult:
-        host, is_load = self._jobs.pop(result.job_id)
+        copy = self._jobs.pop(result.job_id)
         if result.success:
             return VllmResult(
                 job_id=result.job_id,
@@ -97,12 +111,25 @@ class KVOffloadWorker(VllmWorker):  # type: ignore[misc] # vLLM is untyped here
                 transfer_time=result.transfer_time,
             )
         if result.error is not None:
-            logger.error("%s job %d failed: %r", "load" if is_load else "store", result.job_id, result.error)
-        if host.ticket is not None:
-            self._failed_tickets.add(host.ticket)
-        if is_load:
-            self._failed_requests.add(host.req_id)
+            logger.error("%s job %d failed: %r", copy.kind, result.job_id, result.error)
+        if copy.host.ticket is not None:
+            self._failed_tickets.add(copy.host.ticket)
+        if copy.target is not None:
+            self._failed_requests.add(copy.host.req_id)
+            if result.error is not None:
+                self._zero(copy.target)
         return VllmResult(job_id=result.job_id, success=True)
+
+    def _zero(self, target: GPULoadStoreSpec) -> None:
+        """Overwrite what a load that broke off left in the engine's blocks, on the stream that uses them next."""
+        if self._caches is None:
+            return
+        block_ids, start = target.block_ids.tolist(), 0
+        for size, refs in zip(target.group_sizes, self._caches.group_data_refs, strict=True):
+            rows, start = block_ids[start : start + size], start + size
+            for ref in refs if rows else ():
+                tensor: Any = self._caches.tensors[ref.tensor_idx].tensor
+                tensor[rows, : ref.page_size_bytes] = 0
 
     def take_failed_tickets(self) -> set[int]:
         """Return, once, the tickets of jobs that failed."""
@@ -120,6 +147,7 @@ class KVOffloadWorker(VllmWorker):  # type: ignore[misc] # vLLM is untyped here
 
     def shutdown(self) -> None:
         """Let queued copies end and release the host memory; idempotent."""
+        self._caches = None
         try:
             self._worker.shutdown()
         except KVOffloadError:

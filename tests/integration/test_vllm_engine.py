@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,11 @@ def vllm(*arguments, multiprocessing=0, timeout=600):
         "VLLM_LOGGING_LEVEL": "WARNING",
         "HF_HUB_OFFLINE": "1",
     }
-    done = subprocess.run(
-        [PYTHON, *map(str, arguments)], env=env, capture_output=True, text=True, timeout=timeout, check=False
-    )
+    with tempfile.TemporaryDirectory(prefix="vllm-") as sockets:  # vLLM leaves its sockets behind
+        done = subprocess.run(
+            [PYTHON, *map(str, arguments)], env=env | {"TMPDIR": sockets, "VLLM_RPC_BASE_PATH": sockets},
+            capture_output=True, text=True, timeout=timeout, check=False,
+        )  # fmt: skip
     line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None)
     if line is None:
         pytest.fail(f"{arguments}: exit status {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")

@@ -12,6 +12,7 @@ import random
 import re
 import signal
 import subprocess
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -61,7 +62,7 @@ class Server:
 
 
 @contextmanager
-def running(folder):
+def running(folder, sockets):
     ports = [free_port() for _ in range(4)]
     server = Server(*ports)
     extra = {
@@ -74,6 +75,7 @@ def running(folder):
     transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     engine_events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{ports[1]}"}
     env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    env |= {"TMPDIR": sockets, "VLLM_RPC_BASE_PATH": sockets}
     program = "import sys, pathlib, vllm_model as m; m.make_model(pathlib.Path(sys.argv[1]))"
     subprocess.run(
         [PYTHON, "-c", program, folder / "model"], env=env | {"PYTHONPATH": str(HERE)}, check=True, timeout=120
@@ -114,7 +116,10 @@ def running(folder):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    with running(tmp_path_factory.mktemp("server")) as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="vllm-") as sockets,  # vLLM leaves its sockets behind
+        running(tmp_path_factory.mktemp("server"), sockets) as server,
+    ):
         yield server
 
 

@@ -112,3 +112,24 @@ def test_specs_travel_between_processes(rig):
 
     copy = pickle.loads(pickle.dumps(rig.host([1, 2], ticket=8, req_id="far")))
     assert (copy.block_ids.tolist(), copy.ticket, copy.req_id) == ([1, 2], 8, "far")
+
+
+def test_what_a_load_that_broke_off_left_in_the_engines_blocks_is_zeroed(rig):
+    rig.worker.submit_store(1, rig.blocks([0, 1, 2, 3]), rig.host([3, 0]))
+    rig.finish(1)
+    before = rig.gpu.copy()
+    rig.broken.add("kvoffload-load")
+    rig.gpu[5:7] = -1  # NaN in any float format
+    rig.worker.submit_load(2, rig.host([3, 0]), rig.blocks([5, 6]))
+    rig.finish(2)
+    assert (rig.gpu[5:7] == 0).all()
+    assert (rig.gpu[:5] == before[:5]).all()
+    assert (rig.gpu[7] == before[7]).all()
+
+
+def test_a_store_that_failed_leaves_the_engines_blocks_alone(rig):
+    before = rig.gpu.copy()
+    rig.broken.add("kvoffload-store")
+    rig.worker.submit_store(1, rig.blocks([0, 1]), rig.host([2]))
+    rig.finish(1)
+    assert (rig.gpu == before).all()
