@@ -28,14 +28,17 @@ _memset.restype = None
 Progress = Callable[[int, int], None]
 
 
-def populate(address: int, length: int, what: str, progress: Progress | None = None) -> None:
-    """Make every page of a writable mapping present; contents stay as they are on kernels from 5.14 on.
+def populate(address: int, length: int, what: str, progress: Progress | None = None, *, reserved: bool = False) -> None:
+    """Make every page of a writable mapping present.
+
+    Contents stay as they are; only on kernels before 5.14, and without `reserved`, each page's first byte becomes 0.
 
     Args:
         address: Start, on a page boundary.
         length: Bytes.
         what: Named in errors.
         progress: Called with populated and total bytes after each 64 MiB and at the end.
+        reserved: The pages exist (in a file that others may be using already), they only have to be mapped.
 
     Raises:
         NoSpaceError: The kernel has no more pages for this mapping.
@@ -46,7 +49,7 @@ def populate(address: int, length: int, what: str, progress: Progress | None = N
         if _madvise(address + done, piece, MADV_POPULATE_WRITE) != 0:
             code = ctypes.get_errno()
             if code == errno.EINVAL:
-                _touch(address + done, piece)
+                _touch(address + done, piece, reserved=reserved)
             elif code not in {errno.EINTR, errno.EAGAIN}:
                 raise NoSpaceError(
                     f"{what}: only {done} of {length} bytes could be populated: {os.strerror(code)}",
@@ -60,7 +63,10 @@ def populate(address: int, length: int, what: str, progress: Progress | None = N
             progress(done, length)
 
 
-def _touch(address: int, length: int) -> None:
-    """Write one zero byte to each page of a fresh mapping: what older kernels are left with."""
+def _touch(address: int, length: int, *, reserved: bool) -> None:
+    """Touch each page, which older kernels are left with: read it if it exists, since others may hold data in it."""
     for at in range(address, address + length, mmap.PAGESIZE):
-        _memset(at, 0, 1)
+        if reserved:
+            ctypes.string_at(at, 1)
+        else:
+            _memset(at, 0, 1)

@@ -269,7 +269,7 @@ class SharedOffloadRegion:
         """Populate the pages of this rank's share, or of everything without a rank; others populate theirs."""
         what = str(self.mmap_path or "shared region")
         if self.rank is None or self.num_workers == 1:
-            populate(mapping.address, mapping.length, what, progress)
+            populate(mapping.address, mapping.length, what, progress, reserved=True)
             return
         total, limit = self.num_blocks * self.cpu_page_size, mapping.address + mapping.length
         done_to = mapping.address
@@ -278,7 +278,7 @@ class SharedOffloadRegion:
             start = max(begin // mmap.PAGESIZE * mmap.PAGESIZE, done_to)
             done_to = min(-(-(begin + self.cpu_page_size) // mmap.PAGESIZE) * mmap.PAGESIZE, limit)
             if start < done_to:
-                populate(start, done_to - start, what)
+                populate(start, done_to - start, what, reserved=True)
             if progress is not None and (block % 1024 == 1023 or block + 1 == self.num_blocks):
                 progress((block + 1) * self.cpu_page_size, total)
 

@@ -2,7 +2,10 @@
 
 import asyncio
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -46,6 +49,33 @@ def test_rank_that_is_gone_before_the_region_is_replaced(make_world):
         world.join(world.rank(rank))
     with world.engine() as engine:
         assert store_and_load(world, engine, 1), "the dead one's page size is nobody's measure"
+
+
+def test_death_of_a_rank_is_seen_though_its_child_holds_the_connection(make_world):
+    """The connection does not end with the process; its pidfd tells."""
+    world = make_world()
+    code = """if True:
+        import subprocess, sys
+        from service.ranks.world import World
+        world = World.__new__(World)
+        world.workers = type("Workers", (), {"address": sys.argv[1]})
+        sock = world.raw(0)
+        child = subprocess.Popen(["sleep", "60"], pass_fds=[sock.fileno()], stdout=subprocess.DEVNULL)
+        print(child.pid, flush=True)
+        sys.stdin.read()
+    """
+    rank = subprocess.Popen(
+        [sys.executable, "-c", code, world.workers.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    child = os.pidfd_open(int(rank.stdout.readline()))
+    until(lambda: 0 in world.workers._channel.hellos)
+    rank.kill()
+    rank.communicate()
+    until(lambda: 0 not in world.workers._channel.hellos)
+    assert not meeting.has_ended(child)
+    signal.pidfd_send_signal(child, signal.SIGKILL)
+    os.close(child)
 
 
 def test_rank_that_ends_without_reading_its_welcome_breaks_nothing(make_world):

@@ -1,11 +1,14 @@
 """Host tensors take exactly the bytes asked for, are populated, and go with the last tensor."""
 
+import ctypes
+import errno
 import gc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvoffload.errors import NoSpaceError
 from kvoffload.memory.host_memory import allocate_host_tensors
 
 MIB = 1 << 20
@@ -45,3 +48,26 @@ def test_progress_is_reported_to_the_end():
     seen = []
     allocate_host_tensors([MIB], 150, progress=lambda done, total: seen.append((done, total)))
     assert seen == [(64 * MIB, 150 * MIB), (128 * MIB, 150 * MIB), (150 * MIB, 150 * MIB)]
+
+
+def test_fresh_memory_is_populated_on_kernels_without_populate(monkeypatch):
+    def no_populate(*_):
+        ctypes.set_errno(errno.EINVAL)
+        return -1
+
+    monkeypatch.setattr("kvoffload.memory.populate._madvise", no_populate)
+    before = resident_bytes()
+    (tensor,) = allocate_host_tensors([64 * MIB], 1)
+    assert resident_bytes() - before >= 63 * MIB
+    del tensor
+
+
+def test_memory_that_the_kernel_has_not_is_an_error_with_both_numbers(monkeypatch):
+    def no_memory(*_):
+        ctypes.set_errno(errno.ENOMEM)
+        return -1
+
+    monkeypatch.setattr("kvoffload.memory.populate._madvise", no_memory)
+    with pytest.raises(NoSpaceError, match="only 0 of 1048576 bytes could be populated") as caught:
+        allocate_host_tensors([MIB], 1)
+    assert (caught.value.requested_bytes, caught.value.available_bytes) == (MIB, 0)

@@ -1,6 +1,8 @@
 """The shared region: views, offsets, named and unnamed life cycle, errors, cleanup. Reference, chapter 8."""
 
+import ctypes
 import errno
+import fcntl
 import gc
 import logging
 import os
@@ -414,6 +416,50 @@ def test_unnamed_region_cannot_be_cut_under_a_reader():
     with pytest.raises(PermissionError):
         os.ftruncate(region.fileno(), 0)
     region.cleanup()
+
+
+def test_unsealed_memory_of_the_right_size_is_refused():
+    """Who sent it could cut it later, and every access would be a SIGBUS."""
+    one, two = socket.socketpair()
+    fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    with one, two:
+        os.ftruncate(fd, 800)
+        header = b'{"total_size_bytes": 800, "num_blocks": 4, "num_workers": 2, "cpu_page_size": 100}'
+        socket.send_fds(one, [header], [fd])
+        with pytest.raises(LayoutError, match="expected a sealed region of 800 bytes, got seals"):
+            SharedOffloadRegion.receive(two, 0)
+    os.close(fd)
+
+
+def test_rank_that_joins_changes_no_byte_on_kernels_without_populate(make, monkeypatch):
+    """Before 5.14 pages are touched one by one: a rank that came back wrote zeros over blocks that were ready."""
+    monkeypatch.setattr("kvoffload.memory.populate._madvise", no_populate)
+    first = make(0, keep_name=True, page=4096)
+    first.whole()[:] = 7
+    second = make(1, keep_name=True, page=4096)
+    assert (second.whole() == 7).all()
+
+
+def no_populate(*_):
+    ctypes.set_errno(errno.EINVAL)
+    return -1
+
+
+def test_joiner_whose_file_lost_its_name_meanwhile_starts_over(make, system, monkeypatch):
+    """The last rank removed the name between the joiner's open and its lock: nobody else could ever find that file."""
+    old = make(0)
+    lock = shm_file._lock
+
+    def unlinked_just_before(fd, kind):
+        if kind == fcntl.LOCK_SH:
+            old.mmap_path.unlink(missing_ok=True)
+        return lock(fd, kind)
+
+    monkeypatch.setattr(shm_file, "_lock", unlinked_just_before)
+    new = make(1)
+    assert new.is_creator
+    new.whole()[:] = 5
+    assert not old.whole().any()
 
 
 def test_what_is_no_region_is_refused_and_closed():
