@@ -39,6 +39,8 @@ def listen(address: str) -> socket.socket:
     Raises:
         UsageError: The address is taken, or cannot be used.
     """
+    if not address:
+        raise UsageError("the address where ranks meet is empty: no rank could connect to it")
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         try:

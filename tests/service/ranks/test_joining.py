@@ -352,3 +352,9 @@ def test_absurd_size_is_refused_before_the_managers_tables_are_made(make_world, 
     assert 0 < caught.value.available_bytes < 100 << 40
     world.settle()
     assert all(isinstance(outcome, kv.ClosedError) for outcome in world.outcomes)
+
+
+def test_empty_address_is_refused():
+    """The kernel would choose one that nobody knows, and every rank would wait in vain."""
+    with pytest.raises(kv.UsageError, match="address where ranks meet is empty"):
+        kv.RemoteWorkers(2, address="")
