@@ -21,7 +21,7 @@ _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
 NAMES: dict[str, tuple[str, ...]] = {
     "vllm.v1.kv_offload.base": (
         "CanonicalKVCaches", "GPULoadStoreSpec", "LookupResult", "Medium", "OffloadingCounterMetadata",
-        "OffloadingEvent", "OffloadingGaugeMetadata", "OffloadingHistogramMetadata", "OffloadingManager",
+        "OffloadingEvent", "OffloadingGaugeMetadata", "OffloadingManager",
         "OffloadingSpec", "OffloadingWorker", "PrepareStoreOutput", "ReqContext", "RequestOffloadingContext",
         "ScheduleEndContext", "TierFilter", "TransferResult",
     ),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -84,3 +86,17 @@ def test_the_version_is_read_from_metadata_without_importing_vllm():
     assert "0.32" in message
     assert "0.30.1" in message
     assert loaded == "False False"
+
+
+def test_the_check_knows_every_name_that_the_adapter_imports_from_vllm():
+    """A-K1: a name that moved is reported by the check, before any module of the adapter is imported."""
+    folder = Path(vllm_version.__file__).parent
+    used = {
+        (node.module, name.name)
+        for path in folder.glob("vllm*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm.")
+        for name in node.names
+    }
+    checked = {(module, name) for module, names in vllm_version.NAMES.items() for name in names}
+    assert used - checked == set()
