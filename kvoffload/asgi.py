@@ -111,7 +111,7 @@ async def _readyz(service: OffloadService | None, headers: Mapping[str, str]) ->
     health = service.health()
     if health.ok:
         return Answer(HTTPStatus.OK, f"ready{': ' if health.reason else ''}{health.reason}\n".encode())
-    if service.is_open and service.config.fail_open:
+    if service.is_ready:
         return Answer(HTTPStatus.OK, f"ready, serving misses: {health.reason}\n".encode())
     return Answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{health.reason}\n".encode())
 

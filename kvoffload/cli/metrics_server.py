@@ -19,7 +19,7 @@ class MetricsServer:
     """Serves an exposition until stopped. `with MetricsServer(host, port) as server: server.show(...)`.
 
     `/livez` answers 200 as long as the process does: a sick cache is no reason to kill it. `/readyz` answers 200 while
-    something is shown and serves.
+    something is shown that may be sent requests.
 
     Args:
         host: Address to listen on.

@@ -40,7 +40,7 @@ class Observer:
     async def beside(self, service: OffloadService) -> AsyncIterator[None]:
         """Look at `service` while the block runs."""
         if self._server is not None:
-            self._server.show(service.metrics, lambda: service.health().ok)
+            self._server.show(service.metrics, lambda: service.is_ready)
         try:
             yield
         finally:

@@ -52,6 +52,27 @@ def whole_number(value: SupportsIndex, name: str) -> int:
     return number
 
 
+def check_timeout(timeout: float | None, name: str = "timeout") -> None:
+    """Refuse a time that no wait can be bounded by; one in the past is no time, infinity and None are no limit.
+
+    Raises:
+        UsageError: It is no number, not a number (NaN), or an integer that no float can hold.
+    """
+    _check_seconds(timeout, name)
+
+
+def check_free(free: object, name: str) -> None:
+    """Refuse what cannot take GPU blocks back.
+
+    Raises:
+        UsageError: It is not callable, or a coroutine function: nobody would await it, and the blocks were lost.
+    """
+    if not callable(free):
+        raise UsageError(f"{name} must be callable with a list of GPU blocks, or None; got {free!r}")
+    if inspect.iscoroutinefunction(free):
+        raise UsageError(f"{name} is called, not awaited: it must be a plain function, got {free!r}")
+
+
 def check_request(context: ReqContext, chain: BlockChain) -> None:
     """Refuse what cannot name a request.
 
@@ -97,7 +118,10 @@ def check_keys(keys: Collection[OffloadKey]) -> list[OffloadKey]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not math.isnan(value)
+    try:
+        return isinstance(value, Real) and not math.isnan(value)
+    except OverflowError:  # an integer that no float can hold
+        return False
 
 
 def _check_seconds(value: float | None, name: str) -> None:

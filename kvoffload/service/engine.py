@@ -16,7 +16,7 @@ from kvoffload.errors import UsageError
 from kvoffload.keys import BlockChain, OffloadKey
 from kvoffload.manager.base import ReqContext, RequestOutcome
 from kvoffload.manager.specs import GPULoadStoreSpec
-from kvoffload.service.arguments import check_keys, check_outcome, check_ready, whole_number
+from kvoffload.service.arguments import check_keys, check_outcome, check_ready, check_timeout, whole_number
 from kvoffload.service.core import LeaseState, RequestState
 from kvoffload.service.jobs import Job, JobState
 from kvoffload.service.life import EngineLife
@@ -189,6 +189,7 @@ class OffloadEngine(EngineLife):
     def wait(self, jobs: Collection[JobId], timeout: float) -> Sequence[JobDone]:
         """Block until none of `jobs` can touch its GPU blocks, or `timeout` seconds passed; return what finished."""
         self.check()
+        check_timeout(timeout)
         deadline = time.monotonic() + timeout
         wanted = set(jobs)
         done: list[JobDone] = list(self.poll())
@@ -268,6 +269,8 @@ class OffloadEngine(EngineLife):
     def pause_stores(self, paused: bool = True) -> None:
         """Reject stores until called with False; loads go on."""
         self.check()
+        if not isinstance(paused, bool):
+            raise UsageError(f"paused is True or False, got {paused!r}")
         self._core.stores_paused = paused
 
     @property

@@ -149,11 +149,15 @@ class BlockGeometry:
         """Refuse GPU block ids that the KV cache does not have.
 
         Raises:
-            UsageError: An id is negative or too large.
+            UsageError: An id is no number, negative or too large.
         """
         limit = self.num_gpu_blocks
         for table in tables:
-            if table and (min(table) < 0 or (limit is not None and max(table) >= limit)):
+            try:
+                wrong = table and (min(table) < 0 or (limit is not None and max(table) >= limit))
+            except TypeError:
+                raise UsageError(f"GPU block ids are whole numbers, got {table!r}") from None
+            if wrong:
                 raise UsageError(f"GPU block ids must be in [0, {limit}), got {min(table)}..{max(table)}")
 
     def check_distinct(self, tables: Tables) -> None:

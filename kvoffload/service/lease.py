@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from kvoffload.errors import UsageError
 from kvoffload.manager.specs import GPULoadStoreSpec
 from kvoffload.service.core import LeaseState
 from kvoffload.service.results import LoadOutcome, LoadResult
@@ -55,8 +56,12 @@ class LeaseContext:
         self._request = request
         self._timeout = timeout
         self._lease: LeaseState | None = None
+        self._entered = False
 
     async def __aenter__(self) -> Lease:
+        if self._entered:
+            raise UsageError("a lease is entered once: call request.lease() again for another")
+        self._entered = True
         self._lease = await self._request.open_lease(self._timeout)
         return Lease(self._request, self._lease)
 

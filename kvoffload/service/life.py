@@ -24,6 +24,7 @@ from kvoffload.manager.base import EventSink, MetricsSink
 from kvoffload.memory.canonical import CanonicalKVCaches
 from kvoffload.metrics.recorder import MetricsRecorder
 from kvoffload.metrics.snapshot import MetricsSnapshot
+from kvoffload.service.arguments import check_timeout
 from kvoffload.service.board import TransferBoard
 from kvoffload.service.bridge import CompletionBridge
 from kvoffload.service.checks import DebugChecks
@@ -253,6 +254,7 @@ class EngineLife(ABC):
             self._closed = True
             return
         self.check()
+        check_timeout(timeout)
         self.begin_close()
         deadline = time.monotonic() + timeout
         while not self._board.idle and (left := deadline - time.monotonic()) > 0:

@@ -18,7 +18,7 @@ from kvoffload.errors import ClosedError, TransferError, UsageError
 from kvoffload.keys import BlockChain
 from kvoffload.manager.base import ReqContext, RequestOutcome
 from kvoffload.manager.specs import GPULoadStoreSpec
-from kvoffload.service.arguments import check_ready, check_request, whole_number
+from kvoffload.service.arguments import check_free, check_ready, check_request, check_timeout, whole_number
 from kvoffload.service.core import LeaseState, RequestState
 from kvoffload.service.geometry import Tables
 from kvoffload.service.jobs import Job
@@ -61,8 +61,8 @@ class OffloadRequest:
     ) -> None:
         self.context = ReqContext(context) if isinstance(context, str) else context
         check_request(self.context, chain)
-        if free is not None and not callable(free):
-            raise UsageError(f"free must be callable with a list of GPU blocks, or None; got {free!r}")
+        if free is not None:
+            check_free(free, "free")
         self.id = self.context.req_id or ""
         self.chain = chain
         self.gpu_blocks = gpu_blocks
@@ -163,7 +163,7 @@ class OffloadRequest:
             after: What must have happened before the destination may be overwritten.
 
         Raises:
-            UsageError: Block table and arguments do not fit the model.
+            UsageError: Block table and arguments do not fit the model, or `timeout` is no number of seconds.
             ClosedError: The service is closed.
             TransferError: Unhealthy, with `fail_open=False`.
         """
@@ -190,6 +190,7 @@ class OffloadRequest:
         `stop` is asked after each wait, and before the copy: what it returns is the answer.
         """
         check_ready(after, "after")
+        check_timeout(timeout)
         ledger, began = self.engine.ledger, self._service.clock()
         try:
             result = await self._load_tables(tables, first, max_tokens, timeout, after, stop)
@@ -320,6 +321,7 @@ class OffloadRequest:
     async def open_lease(self, timeout: float | None) -> LeaseState:
         """Do what entering `lease()` does; who calls it ends the lease with `engine.close_lease`."""
         state, service, engine = self._entered(), self._service, self.engine
+        check_timeout(timeout)
         wait = service.config.pending_wait_seconds if timeout is None else timeout
         await self._wait_pending(state, self.chain.num_tokens, service.clock() + wait)
         engine.loads.first_use(state)
@@ -369,4 +371,5 @@ class OffloadRequest:
 
         For blocks that the caller took out of `gpu_blocks`: blocks that stay in it go to `free` as well.
         """
+        check_free(callback, "callback")
         self.engine.give_back(blocks, callback)

@@ -19,6 +19,7 @@ from kvoffload.errors import ClosedError, UsageError
 from kvoffload.keys import BlockChain
 from kvoffload.manager.base import EventSink, MetricsSink, ReqContext
 from kvoffload.memory.canonical import CanonicalKVCaches
+from kvoffload.service.arguments import check_timeout
 from kvoffload.service.closing import Closing
 from kvoffload.service.engine import OffloadEngine
 from kvoffload.service.loop_lag import LoopLagProbe
@@ -118,11 +119,13 @@ class OffloadService:
             UndrainedCopies: Copies still run after `timeout` seconds: their memory stays mapped on purpose, everything
                 else was released.
             TransferError: A handler failed to shut down; everything was released all the same.
+            UsageError: `timeout` is no number of seconds, or the caller is on another thread; nothing was closed.
         """
         if not self._entered:
             return
         if self._closing is None:
             self._check_thread()
+            check_timeout(timeout)
             self._closing = Closing(self.engine, self.resolver, self._detach)
             self._closing.start(timeout)
             for request in list(self._open.values()):
@@ -290,6 +293,7 @@ class OffloadService:
         Work that arrives meanwhile is not waited for.
         """
         self.check_open()
+        check_timeout(timeout)
         return await wait_released(self.resolver, self.engine.unreleased_jobs(), timeout)
 
     @property
@@ -322,6 +326,11 @@ class OffloadService:
         if self._closing is not None:
             return Health(ok=False, reason="closed")
         return self.engine.health()
+
+    @property
+    def is_ready(self) -> bool:
+        """A server may be sent requests: hits are served, or, with `fail_open`, misses while the cache is sick."""
+        return self.is_open and (self.config.fail_open or self.health().ok)
 
     def stats(self) -> Stats:
         """Return counters and occupancy."""

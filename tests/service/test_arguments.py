@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from service.harness import BLOCK, Rig, check_books, tokens
+from service.harness import BLOCK, Rig, check_books, store_prefix, tokens
 
 import kvoffload as kv
 
@@ -138,3 +138,79 @@ def test_discarding_what_is_no_key_changes_nothing():
         with pytest.raises(TypeError):
             engine.discard(None)
         assert engine.health().ok
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), "5", 10**400])
+async def test_a_timeout_that_is_no_number_of_seconds_is_refused_by_every_call_that_waits(timeout):
+    rig = Rig()
+    service = rig.service()
+    async with service:
+        async with service.request("r", service.chain(tokens(BLOCK)), gpu_blocks=[0], free=rig.free) as request:
+            with pytest.raises(kv.UsageError, match="timeout must be a number"):
+                await request.load(timeout=timeout)
+            with pytest.raises(kv.UsageError, match="timeout must be a number"):
+                async with request.lease(timeout=timeout):
+                    pass
+        with pytest.raises(kv.UsageError, match="timeout must be a number"):
+            await service.drain(timeout)
+        with pytest.raises(kv.UsageError, match="timeout must be a number"):
+            await service.aclose(timeout)
+        assert service.is_open, "a refused close has closed nothing"
+    rig.check(freed=[0])
+
+
+def test_a_stepping_engine_refuses_a_timeout_that_is_no_number_and_stays_open():
+    with Rig().engine() as engine:
+        for call in (lambda: engine.wait([], "5"), lambda: engine.close(float("nan"))):
+            with pytest.raises(kv.UsageError, match="timeout must be a number"):
+                call()
+        assert engine.poll() == []
+
+
+async def test_a_free_that_would_have_to_be_awaited_is_refused_before_it_loses_blocks():
+    rig = Rig()
+
+    async def free(blocks):
+        rig.free(blocks)
+
+    async with rig.service() as service:
+        chain = service.chain(tokens(BLOCK))
+        with pytest.raises(kv.UsageError, match="plain function"):
+            service.request("r", chain, gpu_blocks=[0], free=free)
+        async with service.request("r", chain, gpu_blocks=[0], free=rig.free) as request:
+            for callback in (free, None):
+                with pytest.raises(kv.UsageError, match="callback"):
+                    request.when_released([0], callback)
+    rig.check(freed=[0])
+
+
+async def test_a_block_table_of_things_that_are_no_numbers_is_refused_by_load_and_store():
+    rig = Rig()
+    async with rig.service() as service:
+        chain = service.chain(tokens(BLOCK + 1))
+        async with service.request("r", chain, gpu_blocks=[None], free=None) as request:
+            with pytest.raises(kv.UsageError, match="whole numbers"):
+                await request.load()
+            with pytest.raises(kv.UsageError, match="whole numbers"):
+                request.store(computed_tokens=BLOCK, ready="host-visible")
+    rig.check()
+
+
+async def test_a_lease_that_is_entered_twice_is_refused_and_pins_once():
+    rig = Rig()
+    async with rig.service() as service:
+        await store_prefix(rig, service, [0, 1])
+        chain = service.chain(tokens(2 * BLOCK))
+        async with service.request("r", chain, gpu_blocks=[0, 1], free=rig.free) as request:
+            lease = request.lease()
+            async with lease:
+                with pytest.raises(kv.UsageError, match="entered once"):
+                    async with lease:
+                        pass
+            assert (service.engine.pins(), service.stats().leases) == ({}, 0)
+
+
+async def test_pausing_stores_takes_only_a_bool():
+    async with Rig().service() as service:
+        with pytest.raises(kv.UsageError, match="paused is True or False"):
+            service.pause_stores("no")
