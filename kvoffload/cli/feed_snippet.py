@@ -13,7 +13,8 @@ import zmq
 
 from kvoffload.cli.feed import add_replay_argument
 from kvoffload.events.client import NoAnswer, ReplayClient
-from kvoffload.events.snippets import CONSUMERS, snippet
+from kvoffload.events.register import dialled
+from kvoffload.events.snippets import CONSUMERS, host_of, snippet
 from kvoffload.events.verify import diagnose
 
 
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(endpoint: str, timeout: float) -> dict[str, object]:
-    """Return what the publisher at a replay endpoint says of itself.
+    """Return what the publisher at a replay endpoint says of itself, under the host that `endpoint` names.
 
     Raises:
         NoAnswer: Nobody answers there, or it is no publisher of ours.
@@ -49,4 +50,4 @@ def describe(endpoint: str, timeout: float) -> dict[str, object]:
         context.destroy(linger=0)
     if description is None:
         raise NoAnswer(f"{endpoint} answers, but does not describe itself: it is no publisher of kvoffload")
-    return description
+    return dialled(description, host_of(endpoint))

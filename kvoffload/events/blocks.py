@@ -30,6 +30,7 @@ class Unit:
     extra_keys: Sequence[Any] | None = None
     kind: str | None = "full_attention"
     sliding_window: int | None = None
+    lora_id: int | None = None
 
     def part(self, start: int, stop: int) -> Unit:
         """Return blocks `start` to `stop` alone."""
@@ -46,6 +47,7 @@ class Unit:
             None if self.extra_keys is None else self.extra_keys[start:stop],
             self.kind,
             self.sliding_window,
+            self.lora_id,
         )
 
 
@@ -200,7 +202,7 @@ def encode_unit(codec: Codec, tiers: Tiers, unit: Unit) -> bytes:
             unit.parent,
             list(unit.token_ids),
             unit.block_size,
-            None,
+            unit.lora_id,
             medium,
             unit.lora_name,
             None if unit.extra_keys is None else list(unit.extra_keys),

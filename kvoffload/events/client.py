@@ -9,6 +9,7 @@ from typing import Any
 import zmq
 
 from kvoffload.errors import KVOffloadError
+from kvoffload.events.settings import allow_ipv6, tcp_port
 from kvoffload.events.wire import END_SEQUENCE, sequence_frame
 
 
@@ -23,9 +24,13 @@ class ReplayClient:
         endpoint: The replay endpoint.
         context: ZeroMQ context.
         timeout: Seconds between two messages after which the publisher counts as gone.
+
+    Raises:
+        ConfigError: It is no ZeroMQ endpoint.
     """
 
     def __init__(self, endpoint: str, context: zmq.Context[zmq.Socket[bytes]], timeout: float = 2.0) -> None:
+        tcp_port(endpoint)
         self.endpoint = endpoint
         self._context = context
         self._timeout_ms = int(timeout * 1000)
@@ -80,6 +85,7 @@ class ReplayClient:
         self.close()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.RCVHWM, 0)
+        allow_ipv6(self._socket, self.endpoint)
         self._socket.connect(self.endpoint)
         self._socket.send_multipart((b"", request))
         return self._receive()

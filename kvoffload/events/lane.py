@@ -16,7 +16,7 @@ import zmq
 from kvoffload.errors import ConfigError
 from kvoffload.events.journal import Journal, SealedBatch
 from kvoffload.events.residency import Residency
-from kvoffload.events.settings import EndpointSettings, free_pair, tcp_port
+from kvoffload.events.settings import EndpointSettings, allow_ipv6, free_pair, tcp_port
 from kvoffload.events.wire import Codec
 
 logger = logging.getLogger(__name__)
@@ -147,6 +147,7 @@ def attach(sock: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
         ConfigError: It cannot be bound or connected.
     """
     port = tcp_port(endpoint)
+    allow_ipv6(sock, endpoint)
     try:
         if not bind:
             sock.connect(endpoint)

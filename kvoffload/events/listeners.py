@@ -14,6 +14,8 @@ from kvoffload.events.settings import is_loopback
 
 logger = logging.getLogger(__name__)
 
+_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
 SILENCE_SECONDS = 60.0
 """Time without a subscriber after which one warning is logged."""
 
@@ -53,8 +55,9 @@ class Listeners:
         self._monitors = []
         self._on_join = on_join
         self._joined: set[int] = set()
+        self._strangers = [0] * len(lanes)
         for lane in lanes:
-            events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILED
             self._monitors.append((lane, lane.pub.get_monitor_socket(events), SilenceWatch(now)))
             if lane.settings.bind and lane.endpoint.startswith("tcp://") and is_loopback(lane.endpoint):
                 logger.warning("feed %s is bound to loopback: only this host can subscribe", lane.endpoint)
@@ -68,6 +71,12 @@ class Listeners:
             with suppress(zmq.Again):
                 while True:
                     event = recv_monitor_message(monitor, zmq.NOBLOCK)["event"]
+                    if event & _FAILED:  # a probe, not a subscriber: its disconnect follows
+                        self._strangers[index] += 1
+                        continue
+                    if event == zmq.EVENT_DISCONNECTED and self._strangers[index]:
+                        self._strangers[index] -= 1
+                        continue
                     step = 1 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else -1
                     lane.counters.subscribers = max(lane.counters.subscribers + step, 0)
                     if step > 0:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from kvoffload.events.lane import Lane
+from kvoffload.events.settings import tcp_port
 from kvoffload.events.subscriber import GapRecovered, Item, SourceReset, Subscription, Synced, Unrecoverable
 from kvoffload.events.wire import AllBlocksCleared, BlockRemoved, BlockStored
 
@@ -23,11 +24,17 @@ class MergeReader:
         endpoint: The engine's feed.
         replay_endpoint: Its replay socket; None: losses cannot be recovered.
         hand_over: Takes work for every lane, in order.
+
+    Raises:
+        ConfigError: An endpoint is none of ZeroMQ's.
     """
 
     def __init__(
         self, endpoint: str, replay_endpoint: str | None, hand_over: Callable[[Callable[[Lane], object]], object]
     ) -> None:
+        for each in (endpoint, replay_endpoint):
+            if each is not None:
+                tcp_port(each)
         self.endpoint = endpoint
         self.gaps = 0
         self.decode_errors = 0

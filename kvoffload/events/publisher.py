@@ -17,12 +17,13 @@ from typing import Any, Self
 import zmq
 
 from kvoffload.config import EventsConfig, OffloadConfig
+from kvoffload.errors import ConfigError
 from kvoffload.events.description import PublisherStats, describe_lane
 from kvoffload.events.fold import Fold
 from kvoffload.events.lane import Lane
 from kvoffload.events.listeners import Listeners
 from kvoffload.events.merge import MergeReader
-from kvoffload.events.register import AutoRegistration, registration
+from kvoffload.events.register import AutoRegistration, address_towards, dialled, registration
 from kvoffload.events.replay import ReplayServer
 from kvoffload.events.residency import REASONS
 from kvoffload.events.settings import default_instance_id, resolve
@@ -33,6 +34,7 @@ from kvoffload.manager.base import OffloadingEvent
 logger = logging.getLogger(__name__)
 
 _DRAIN_LIMIT = 20_000
+_LONGEST_WAIT_SECONDS = 3600.0
 
 
 _Publication = tuple[Sequence[OffloadingEvent], Mapping[OffloadKey, BlockInfo]]
@@ -79,6 +81,15 @@ class FeedPublisher:
         self.instance_id = instance_id or default_instance_id()
         self.engine_block_size = engine_block_size
         self._monotonic = monotonic
+        if len(config.merge_replay_from) > len(config.merge_from):
+            raise ConfigError(
+                f"merge_replay_from names {len(config.merge_replay_from)} feeds, merge_from {len(config.merge_from)}"
+            )
+        replays = [*config.merge_replay_from, *[None] * len(config.merge_from)]
+        self._merged = [
+            MergeReader(endpoint, replay, self._command)
+            for endpoint, replay in zip(config.merge_from, replays, strict=False)
+        ]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.lanes: list[Lane] = []
         try:
@@ -105,11 +116,6 @@ class FeedPublisher:
         self._server = ReplayServer(self.lanes, self._describe_lane, self._tick)
         self._thread = threading.Thread(target=self._run, name="kvoffload-feed", daemon=True)
         self._registration: AutoRegistration | None = None
-        replays = [*config.merge_replay_from, *[None] * len(config.merge_from)]
-        self._merged = [
-            MergeReader(endpoint, replay, self._command)
-            for endpoint, replay in zip(config.merge_from, replays, strict=False)
-        ]
 
     # What callers use.
 
@@ -132,7 +138,8 @@ class FeedPublisher:
         for reader in self._merged:
             reader.start()
         if self.config.indexer is not None:
-            bodies = [registration(self._describe_lane(lane)) for lane in self.lanes]
+            host = address_towards(self.config.indexer)
+            bodies = [registration(dialled(self._describe_lane(lane), host)) for lane in self.lanes]
             self._registration = AutoRegistration(self.config.indexer, bodies)
             self._registration.start()
 
@@ -193,7 +200,7 @@ class FeedPublisher:
         self._command(lambda lane: lane.residency.engine_cleared("GPU"))
 
     def flush(self, timeout: float = 5.0) -> bool:
-        """Wait until what was published before is on its way; False when it takes longer."""
+        """Wait until what was published before is on its way; False when it takes longer. At once when closed."""
         command = self._command(lambda _lane: None)
         return command.done.wait(timeout)
 
@@ -248,6 +255,7 @@ class FeedPublisher:
             self._thread.join(max(deadline - time.monotonic(), 0))
         ended = self._server.stop(max(deadline - time.monotonic(), 0.2)) and not self._thread.is_alive()
         ended = ended and all(merged)
+        self._limit = -1  # from here on `publish` takes the slow way, which drops
         if ended:
             self._listeners.close()
             for lane in self.lanes:
@@ -266,10 +274,15 @@ class FeedPublisher:
 
     def _command(self, action: Callable[[Lane], object]) -> _Command:
         command = _Command(action)
-        self._put(command)
+        if self._closed:
+            command.done.set()
+        else:
+            self._put(command)
         return command
 
     def _overflow(self, events: Sequence[OffloadingEvent], infos: Mapping[OffloadKey, BlockInfo]) -> None:
+        if self._closed:
+            return
         with self._fold_lock:
             if self._fold is None and self._size() < self._limit:
                 self._put((events, infos))  # the thread was faster
@@ -295,12 +308,13 @@ class FeedPublisher:
     # The thread.
 
     def _run(self) -> None:
-        window, heartbeat = self.config.batch_window_seconds, self.config.heartbeat_seconds
+        window = min(self.config.batch_window_seconds, _LONGEST_WAIT_SECONDS)
+        idle = min(self.config.heartbeat_seconds or 1.0, _LONGEST_WAIT_SECONDS)
         while True:
             stopping = self._stopping.is_set()
             items: list[_Command | _Publication] = []
             try:
-                items.append(self._queue.get_nowait() if stopping else self._queue.get(timeout=heartbeat or 1.0))
+                items.append(self._queue.get_nowait() if stopping else self._queue.get(timeout=idle))
                 if window and not stopping and not isinstance(items[0], _Command):
                     self._stopping.wait(window)
                 while len(items) < _DRAIN_LIMIT:

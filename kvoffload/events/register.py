@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import threading
 import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvoffload.errors import KVOffloadError
+from kvoffload.events.settings import reachable
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,28 @@ def registration(
         "block_size": description["block_size"],
         "dp_rank": description["rank"] if dp_rank is None else dp_rank,
     }
+
+
+def dialled(description: Mapping[str, Any], host: str) -> dict[str, Any]:
+    """Return a description whose endpoints others can dial: a wildcard address is replaced by `host`."""
+    replay = description["replay_endpoint"]
+    return {
+        **description,
+        "endpoint": reachable(description["endpoint"], host),
+        "replay_endpoint": None if replay is None else reachable(replay, host),
+    }
+
+
+def address_towards(url: str) -> str:
+    """Return this host's address on the way to a URL's host; the host's name when that cannot be told."""
+    target = urlsplit(url).hostname or ""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # of a datagram socket: chooses the way, sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()
 
 
 class DynamoIndexer:

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 RELAXED_RUN = 1000
 """A relaxed replay leaves out runs of more dead numbers than this."""
 MAX_ACTIVE = 8
-"""Replays answered at once; more wait their turn."""
+"""Replays answered at once; more wait their turn. An answer of one message does not wait for them."""
 SNAPSHOT_EVENTS = 1024
 """Events in one message of a snapshot."""
 _TURN_MESSAGES, _TURN_BYTES = 512, 4 << 20
@@ -224,7 +224,10 @@ class ReplayServer:
             while True:
                 identity, *frames = router.recv_multipart(zmq.NOBLOCK)
                 request = frames[-1] if frames else b""
-                self._waiting.append(_Answer(lane, identity, self._messages(lane, request), self._clock()))
+                long = len(request) == 8 and request != b"describe"  # a start sequence, or `snapshot`
+                (self._waiting if long else self._active).append(
+                    _Answer(lane, identity, self._messages(lane, request), self._clock())
+                )
 
     def _messages(self, lane: Lane, request: bytes) -> Iterator[tuple[bytes, ...]]:
         if request == b"describe":

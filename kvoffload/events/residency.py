@@ -230,6 +230,7 @@ class Residency:
             event.extra_keys,
             event.kv_cache_spec_kind,
             event.kv_cache_spec_sliding_window,
+            event.lora_id,
         )
         idents = [tiers.ident(tier, name) for name in hashes]
         withheld = [ident in self._withheld for ident in idents]

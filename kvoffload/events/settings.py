@@ -11,6 +11,8 @@ from types import MappingProxyType
 from typing import Literal
 from urllib.parse import urlsplit
 
+import zmq
+
 from kvoffload.config import EventsConfig
 from kvoffload.errors import ConfigError
 from kvoffload.events.wire import Encoding, HashMode
@@ -193,6 +195,23 @@ def check_ports(endpoint: str, replay_endpoint: str | None, ranks: int) -> None:
             f"endpoint {endpoint!r} and replay_endpoint {replay_endpoint!r} overlap with {ranks} ranks: ports {live} "
             f"to {live + ranks - 1} and {replay} to {replay + ranks - 1}; use {live} and {live + ranks}"
         )
+
+
+def allow_ipv6(sock: zmq.Socket[bytes], endpoint: str) -> None:
+    """Let a socket use an IPv6 endpoint, such as tcp://[::1]:5557; others stay as they are.
+
+    Raises:
+        ConfigError: It is no ZeroMQ endpoint.
+    """
+    if tcp_port(endpoint) is not None and "[" in endpoint:
+        sock.setsockopt(zmq.IPV6, 1)
+
+
+def reachable(endpoint: str, host: str) -> str:
+    """Return a bound endpoint as others dial it: a wildcard address is replaced by `host`."""
+    if not endpoint.startswith("tcp://") or (urlsplit(endpoint).hostname or "") not in {"0.0.0.0", "::", "*"}:  # noqa: S104 - read, not bound
+        return endpoint
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{tcp_port(endpoint)}"
 
 
 def is_loopback(endpoint: str) -> bool:

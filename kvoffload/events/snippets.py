@@ -43,6 +43,8 @@ def snippet(
             f"  podDiscoveryConfig:\n    socketPort: {port}{replay_line}"
         )
     return (
+        "# gateway-plugins needs the variables AIBRIX_PREFIX_CACHE_KV_EVENT_SYNC_ENABLED=true and\n"
+        "# AIBRIX_PREFIX_CACHE_USE_REMOTE_TOKENIZER=true\n"
         'metadata:\n  labels:\n    model.aibrix.ai/kv-events-enabled: "true"\n'
         f"# AIBrix dials ports 5557 (events) and 5558 (replay) of the pod; this feed is at {port} and {replay}."
     )

@@ -18,7 +18,7 @@ from typing import Any, Self
 import zmq
 
 from kvoffload.events.client import NoAnswer, ReplayClient
-from kvoffload.events.settings import rank_endpoint, tcp_port
+from kvoffload.events.settings import allow_ipv6, rank_endpoint, tcp_port
 from kvoffload.events.wire import Event, WireError, decode_batch
 
 _BEATS_BEFORE_DOUBT = 3.0
@@ -64,6 +64,9 @@ class Subscription:
         topic: Prefix of the topics to read.
         timeout: Seconds without an answer after which a replay socket counts as silent.
         clock: Monotonic seconds.
+
+    Raises:
+        ConfigError: An endpoint is none of ZeroMQ's.
     """
 
     def __init__(
@@ -82,6 +85,9 @@ class Subscription:
         self.decode_errors = 0
         self.gaps = 0
         self.resets = 0
+        for each in (endpoint, replay_endpoint):
+            if each is not None:
+                tcp_port(each)
         self._clock = clock
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._topic = topic
@@ -94,6 +100,7 @@ class Subscription:
 
     def _connect(self) -> zmq.Socket[bytes]:
         sub = self._context.socket(zmq.SUB)
+        allow_ipv6(sub, self.endpoint)
         sub.setsockopt(zmq.RCVHWM, 0)
         sub.setsockopt(zmq.RECONNECT_IVL, 50)
         sub.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
