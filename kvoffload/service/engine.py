@@ -246,9 +246,17 @@ class OffloadEngine(EngineLife):
         return dropped * self.geometry.groups[0].factor
 
     def discard(self, keys: Collection[OffloadKey]) -> int:
-        """Drop some keys, whose content is invalid; return how many were held."""
+        """Drop some keys, whose content is invalid; return how many were held.
+
+        Running loads of them end with reason `"reset"`, running stores count them as failed for that reason.
+        """
         self.check()
-        dropped = self._core.manager.discard(check_keys(keys))
+        keys = check_keys(keys)
+        dropped = self._core.manager.discard(keys)
+        if dropped:
+            invalid = set(keys)
+            for job in self.unreleased_jobs():
+                job.discarded |= invalid.intersection(job.keys)
         self._core.flush_events(cause="discarded")
         return dropped
 

@@ -99,6 +99,7 @@ class Job:
         num_tokens: Tokens of a load.
         first_token: Where a load starts.
         partial: A load of less than was asked for.
+        discarded: Keys that were dropped as invalid while its copy ran, or before it was submitted.
         answered: Happens when the result is known.
         ended: Happens when no copy can touch its GPU blocks any more.
         unwritten: Happens when a store does not write its keys any more: it was answered, or a reset overtook it.
@@ -122,6 +123,7 @@ class Job:
     state: JobState = JobState.QUEUED
     result: LoadResult | StoreResult | None = None
     report: bool = False
+    discarded: set[OffloadKey] = field(default_factory=set)
     answered: Signal = field(default_factory=Signal)
     ended: Signal = field(default_factory=Signal)
     unwritten: Signal = field(default_factory=Signal)

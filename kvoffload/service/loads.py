@@ -198,7 +198,9 @@ class LoadDesk:
     def _running_twin(self, signature: _Signature, after: Ready) -> Job | None:
         """Return an unanswered load of the same bytes to the same place that also waits for what `after` asks."""
         running, waits_for = self._shared.get(signature, (None, None))
-        if running is None or running.result is not None or running.generation != self._core.generation:
+        if running is None or running.result is not None or running.discarded:
+            return None
+        if running.generation != self._core.generation:
             return None
         return running if after is waits_for or isinstance(after, str) else None
 
@@ -225,7 +227,7 @@ class LoadDesk:
             self._close(job, None)
         elif not outcome.success:
             self._close(job, self._failed(job, "copy_failed", outcome.error, queue, copy))
-        elif job.generation != core.generation:
+        elif job.discarded or job.generation != core.generation:
             self._close(job, self._failed(job, "reset", None, queue, copy))
         elif (wrong := core.checks.wrong_load(job)) is not None:
             core.manager.discard(job.keys)

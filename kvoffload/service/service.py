@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Iterable, MutableSequence, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from kvoffload.config import OffloadConfig
 from kvoffload.errors import ClosedError, UsageError
-from kvoffload.keys import BlockChain
+from kvoffload.keys import BlockChain, OffloadKey
 from kvoffload.manager.base import EventSink, MetricsSink, ReqContext
 from kvoffload.memory.canonical import CanonicalKVCaches
 from kvoffload.service.arguments import check_timeout
@@ -286,6 +286,11 @@ class OffloadService:
         """Drop everything: the content is invalid. Return the engine blocks dropped. Does not wait for copies."""
         self.check_open()
         return self.engine.reset_cache()
+
+    def discard(self, keys: Collection[OffloadKey]) -> int:
+        """Drop some keys, whose content is invalid; return how many were held. See `OffloadEngine.discard`."""
+        self.check_open()
+        return self.engine.discard(keys)
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Wait until every copy and store that is on its way now has ended; False when `timeout` seconds passed first.

@@ -348,7 +348,10 @@ class StoreDesk:
         if success and job.generation == core.generation:
             core.checks.stored(job)
             self.stored_bytes += job.num_bytes
-            job.result = verdict
+            lost = len(job.discarded) * core.geometry.groups[0].factor
+            job.result = (
+                replace(verdict, stored=verdict.stored - lost, failed=lost, reason="reset") if lost else verdict
+            )
         else:
             if not success:
                 core.history.note(job.keys, "failed", core.clock())

@@ -248,6 +248,37 @@ async def test_turn_that_meets_a_miss_is_passed_on():
     rig.check([0, 1, 2, 3, *range(10, 19)])
 
 
+async def test_a_load_that_is_overtaken_by_discard_ends_with_reason_reset_and_is_not_joined():
+    """Discarded content is invalid: who loads it must not be told that it is good."""
+    rig = Rig()
+    async with rig.service() as service:
+        await store_prefix(rig, service, [0, 1])
+        rig.loads.hold()
+        async with _request(rig, service, "a", 9, [10, 11, 12]) as request:
+            load = asyncio.create_task(request.load())
+            await _until(rig.loads.pending_jobs)
+            assert service.discard(request.chain.keys(0)[1:]) == 1
+            rig.loads.finish_all()
+            result = await load
+            assert (result.outcome, result.reason, list(result.undefined_gpu_blocks)) == ("failed", "reset", [10, 11])
+    rig.check([0, 1, 10, 11, 12])
+
+
+async def test_a_store_that_is_overtaken_by_discard_counts_the_dropped_blocks_as_failed():
+    rig = Rig()
+    async with rig.service() as service:
+        rig.stores.hold()
+        async with _request(rig, service, "a", 12, [0, 1, 2]) as request:
+            job = request.store(computed_tokens=12, ready="host-visible")
+            await _until(rig.stores.pending_jobs)
+            assert service.discard(request.chain.keys(0)[1:]) == 2
+            rig.stores.finish_all()
+            result = await job
+            assert (result.stored, result.failed, result.reason) == (1, 2, "reset")
+            assert request.match().ready_blocks == 1
+    rig.check([0, 1, 2])
+
+
 async def test_drain_waits_for_what_is_on_its_way_and_not_for_what_comes_later():
     rig = Rig()
     async with rig.service() as service:
