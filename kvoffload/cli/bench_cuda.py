@@ -82,10 +82,14 @@ class Bench:
         self._job = 0
 
     def spec(self, *, store: bool, count: int | None = None) -> TransferSpec:
-        """Return a transfer of `count` blocks."""
+        """Return a transfer of `count` blocks: a store's first ones, a load's last ones.
+
+        Up to half of all, the two share no block; otherwise one direction would wait for the other.
+        """
         count = count or self.count
-        gpu = GPULoadStoreSpec(self.gpu_ids[:count], [count], [0])
-        cpu = CPULoadStoreSpec(self.cpu_ids[:count])
+        part = slice(count) if store else slice(self.count - count, None)
+        gpu = GPULoadStoreSpec(self.gpu_ids[part], [count], [0])
+        cpu = CPULoadStoreSpec(self.cpu_ids[part])
         return (gpu, cpu) if store else (cpu, gpu)
 
     def handler(self, *, store: bool) -> OffloadingHandler:
@@ -204,12 +208,14 @@ def _other_figures(torch: Any, total_bytes: int, repeat: int) -> dict[str, Any]:
     multiply()
     torch.cuda.synchronize()
     alone = statistics.median(_timed(torch, multiply) for _ in range(repeat))
+    half = bench.count // 2
+    rounds = int(alone / one) + 2  # copies go on in both directions for as long as the products do
     beside = []
     for _ in range(repeat):
-        jobs = {True: bench.submit(store=True), False: bench.submit(store=False)}
+        jobs = {store: {bench.submit(store=store, count=half) for _ in range(rounds)} for store in (True, False)}
         beside.append(_timed(torch, multiply))
-        for store, job in jobs.items():
-            bench.handler(store=store).wait({job})
+        for store, ids in jobs.items():
+            bench.handler(store=store).wait(ids)
             bench.handler(store=store).get_finished()
     wake = asyncio.run(_wake_seconds(bench))
     bench.close()
@@ -241,7 +247,7 @@ def _other_figures(torch: Any, total_bytes: int, repeat: int) -> dict[str, Any]:
 
 def _wall(bench: Bench, store: tuple[bool, ...]) -> float:
     began = time.perf_counter()
-    jobs = [(direction, bench.submit(store=direction)) for direction in store]
+    jobs = [(direction, bench.submit(store=direction, count=bench.count // 2)) for direction in store]
     for direction, job in jobs:
         bench.handler(store=direction).wait({job})
         bench.handler(store=direction).get_finished()

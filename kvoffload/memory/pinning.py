@@ -7,6 +7,7 @@ are at most 64 GiB: one call for 512 GiB or more fails. About 0.1 s per GB: call
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import os
 from collections.abc import Callable
@@ -42,7 +43,7 @@ class PinnedRange:
         locker: Registers memory.
         address: Start.
         size: Bytes.
-        row_bytes: Pieces end at multiples of it, so that no block lies in two.
+        row_bytes: Pieces end at multiples of it and of the page, so that no block and no page lies in two.
         max_piece_bytes: Largest piece.
         progress: Called with registered and total bytes after each piece.
 
@@ -63,7 +64,8 @@ class PinnedRange:
         self._locker = locker
         self._pid = os.getpid()
         self._pieces: list[int] = []
-        step = max(row_bytes, max_piece_bytes // row_bytes * row_bytes)
+        unit = math.lcm(row_bytes, mmap.PAGESIZE)
+        step = max(unit, max_piece_bytes // unit * unit)
         try:
             for offset in range(0, size, step):
                 piece = min(step, size - offset)

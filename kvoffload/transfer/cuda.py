@@ -59,6 +59,7 @@ class CudaCopy:
         "error",
         "keep",
         "plan",
+        "ready",
         "start",
         "waits",
     )
@@ -70,6 +71,7 @@ class CudaCopy:
         self.error: BaseException | None = None
         self.start = self.end = 0
         self.keep: object = None
+        self.ready: object = None
         self.copy_seconds = 0.0
         self._done = threading.Event()
         self._submitted = self._ended = time.monotonic()
@@ -91,7 +93,7 @@ class CudaCopy:
         """Note how the copy ended, let go of its memory, and wake those who wait."""
         self._ended = time.monotonic()
         self.error = error
-        self.plan, self.keep, self.after = None, None, None
+        self.plan = self.keep = self.after = self.ready = None
         self._done.set()
 
 
@@ -143,6 +145,7 @@ class CudaStream:
             if self._closed:
                 raise ClosedError(f"{self._name} is shut down")
         copy = CudaCopy(plan, event_handles(ready, self._device), after)
+        copy.ready = ready  # its event must live until the stream waits for it: later, when memory is pageable
         if self._pinned:
             with self._device.current():
                 self._check_waits(copy)

@@ -25,6 +25,7 @@ BATCH_VERSION = 12080
 _EVENT_BLOCKING_SYNC = 1
 _STREAM_NON_BLOCKING = 1
 _REGISTER_PORTABLE = 1
+_CAPTURE_RELAXED = 2
 
 ORDER_STREAM = 1
 """The source is read in stream order."""
@@ -53,6 +54,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRelease_v2": (c_int,),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
+    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
     "cuStreamCreate": (POINTER(c_void_p), c_uint),
     "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
@@ -217,10 +219,19 @@ class CudaDevice:
 
     @contextmanager
     def current(self) -> Iterator[CudaDriver]:
-        """Make this device's context current in the calling thread, and restore what was current before."""
+        """Make this device's context current in the calling thread, and restore what was current before.
+
+        Inside, the thread's capture mode is relaxed: in the usual mode, asking an event while any other thread captures
+        a CUDA graph fails, and spoils that capture.
+        """
+        mode = c_int(_CAPTURE_RELAXED)
         self.driver.call("cuCtxPushCurrent_v2", self._context)
         try:
-            yield self.driver
+            self.driver.call("cuThreadExchangeStreamCaptureMode", byref(mode))
+            try:
+                yield self.driver
+            finally:
+                self.driver.call("cuThreadExchangeStreamCaptureMode", byref(mode))
         finally:
             popped = c_void_p()
             self.driver.call("cuCtxPopCurrent_v2", byref(popped))

@@ -15,6 +15,7 @@ from ctypes import c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_
 from kvoffload.transfer.cuda_driver import MemcpyAttributes
 
 INVALID_VALUE, INVALID_HANDLE, NOT_READY, CAPTURED_EVENT, OUT_OF_MEMORY = 1, 400, 600, 907, 2
+CAPTURE_UNSUPPORTED = 900
 _NAMES = {1: b"CUDA_ERROR_INVALID_VALUE", 2: b"CUDA_ERROR_OUT_OF_MEMORY", 700: b"CUDA_ERROR_ILLEGAL_ADDRESS"}
 
 
@@ -90,6 +91,8 @@ class FakeCuda:
         self.events: dict[int, _Event] = {}
         self.contexts: dict[int, list[int]] = {}
         self.capturing = False
+        self.captured_elsewhere = False
+        self.modes: dict[int, int] = {}
         self._handles = itertools.count(0x1000, 16)
         self._failures: dict[str, deque[int]] = {}
         self._devices = devices
@@ -172,6 +175,14 @@ class FakeCuda:
     def _cuCtxPopCurrent_v2(self, out):
         out[0] = self.contexts[threading.get_ident()].pop()
 
+    def _cuThreadExchangeStreamCaptureMode(self, mode):
+        thread = threading.get_ident()
+        mode[0], self.modes[thread] = self.modes.get(thread, 0), mode[0]
+
+    def _unsafe(self) -> bool:
+        """Another thread captures a graph in global mode, and this thread is not relaxed: the capture is spoilt."""
+        return self.captured_elsewhere and self.modes.get(threading.get_ident(), 0) == 0
+
     def _current(self) -> bool:
         return bool(self.contexts.get(threading.get_ident()))
 
@@ -225,6 +236,8 @@ class FakeCuda:
                 self.changed.wait()
 
     def _cuEventQuery(self, event):
+        if self._unsafe():
+            return CAPTURE_UNSUPPORTED
         with self.changed:
             state = self.events.get(event)
             if state is None:
@@ -234,6 +247,8 @@ class FakeCuda:
             return 0 if state.reached >= state.recorded else NOT_READY
 
     def _cuEventSynchronize(self, event):
+        if self._unsafe():
+            return CAPTURE_UNSUPPORTED
         if not self._current():
             return 201
         with self.changed:
@@ -292,6 +307,7 @@ _SIGNATURES = {
     "cuDevicePrimaryCtxRelease_v2": (c_int,),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (_p(c_void_p),),
+    "cuThreadExchangeStreamCaptureMode": (_p(c_int),),
     "cuStreamCreate": (_p(c_void_p), c_uint),
     "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),

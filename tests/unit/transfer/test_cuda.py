@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import mmap
 import os
 import signal
 import threading
@@ -129,6 +130,32 @@ def test_transfer_during_a_graph_capture_is_refused(rig):
     rig.fake.capturing = False
     rig.store([0], [0])
     assert rig.drain(rig.stores)[0].success
+
+
+def test_transfers_neither_fail_nor_spoil_a_graph_capture_of_another_thread(rig):
+    rig.fake.captured_elsewhere = True
+    event = ComputeEvent(rig.fake)
+    rig.store([0], [0], ready=event)
+    event.set()
+    assert rig.drain(rig.stores)[0].success
+    assert rig.fake.modes[threading.get_ident()] == 0, "the caller's mode is what it was"
+
+
+def test_ready_event_of_a_pageable_copy_lives_until_its_stream_waits_for_it(make_rig):
+    rig = make_rig("cuda-pageable")
+    first, second = ComputeEvent(rig.fake), ComputeEvent(rig.fake)
+    rig.store([0], [0], ready=first)
+    rig.store([1], [1], ready=second)
+    held = weakref.ref(second)
+    handle = second.cuda_event
+    del second
+    gc.collect()
+    assert held() is not None
+    first.set()
+    rig.fake.reach(handle)
+    assert all(result.success for result in rig.drain(rig.stores))
+    gc.collect()
+    assert held() is None
 
 
 def test_driver_without_batches_copies_one_by_one_and_warns_once(make_rig, caplog):
@@ -272,11 +299,13 @@ class Locker:
         del self.held[address]
 
 
-def test_memory_is_registered_in_pieces_that_end_at_rows():
+def test_memory_is_registered_in_pieces_that_end_at_rows_and_pages():
     locker, seen = Locker(), []
-    pinned = PinnedRange(locker, 4096, 1000, row_bytes=96, max_piece_bytes=400, progress=lambda *a: seen.append(a))
-    assert locker.log == [(4096, 384), (4480, 384), (4864, 232)]
-    assert seen == [(384, 1000), (768, 1000), (1000, 1000)]
+    unit = 3 * mmap.PAGESIZE  # of 96-byte rows and pages
+    size, most = 5 * unit + 96, 2 * unit + 400
+    pinned = PinnedRange(locker, 4096, size, row_bytes=96, max_piece_bytes=most, progress=lambda *a: seen.append(a))
+    assert locker.log == [(4096, 2 * unit), (4096 + 2 * unit, 2 * unit), (4096 + 4 * unit, unit + 96)]
+    assert seen == [(2 * unit, size), (4 * unit, size), (size, size)]
     pinned.close()
     pinned.close()
     assert locker.held == {}
@@ -285,7 +314,7 @@ def test_memory_is_registered_in_pieces_that_end_at_rows():
 def test_registration_that_fails_half_way_leaves_nothing_registered(caplog):
     locker = Locker(fail_at=2)
     with pytest.raises(TransferError):
-        PinnedRange(locker, 4096, 1000, row_bytes=96, max_piece_bytes=400)
+        PinnedRange(locker, 4096, 100_000, row_bytes=96, max_piece_bytes=12_288)
     assert locker.held == {}
     assert pin("auto", Locker(fail_at=0), 4096, 1000) is None
     assert "pageable memory" in caplog.text
