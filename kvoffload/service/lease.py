@@ -69,4 +69,4 @@ class LeaseContext:
         self, et: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
     ) -> None:
         if self._lease is not None:
-            self._request.engine.close_lease(self._lease)
+            self._request.end_lease(self._lease)

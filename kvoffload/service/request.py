@@ -97,7 +97,7 @@ class OffloadRequest:
         if self._left or self._state is None:
             return
         service, engine = self._service, self.engine
-        if not engine.owned_here and not self._may_leave_here():
+        if not engine.owned_here and not self._may_leave_here(self.leave):
             return
         self._left = True
         service.remove(self)
@@ -110,11 +110,11 @@ class OffloadRequest:
             blocks = [block for table in self._tables() for block in table]
             engine.give_back(blocks, self._free)
 
-    def _may_leave_here(self) -> bool:
+    def _may_leave_here(self, leave: Callable[[], None]) -> bool:
         """On another thread: hand the leaving to the loop, or, when there is none any more, allow it."""
         loop = self._service.loop
         if not self.engine.is_foreign_process and not loop.is_closed():
-            loop.call_soon_threadsafe(self.leave)
+            loop.call_soon_threadsafe(leave)
             return False
         if self.engine.is_foreign_process or not self.engine.closed:
             logger.warning("request %r was left in a fork or after its loop was closed: nothing was freed", self.id)
@@ -328,6 +328,12 @@ class OffloadRequest:
         lease = engine.open_lease(state)
         service.arm_timer()
         return lease
+
+    def end_lease(self, lease: LeaseState) -> None:
+        """Unpin; on another thread (a generator collected there) the loop does it as soon as it can."""
+        engine = self.engine
+        if engine.owned_here or self._may_leave_here(lambda: self.end_lease(lease)):
+            engine.close_lease(lease)
 
     def finished(
         self,

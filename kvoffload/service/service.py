@@ -73,6 +73,7 @@ class OffloadService:
         self._flush_scheduled = False
         self._tidy_scheduled = False
         self._entered = False
+        self._unwanted = False
         self._closing: Closing | None = None
         self._lag_probe: LoopLagProbe | None = None
 
@@ -90,6 +91,9 @@ class OffloadService:
         except BaseException:
             self.engine.ground.give_up()
             raise
+        if self._unwanted:
+            await in_thread(self._undo_start, "kvoffload-close")
+            raise ClosedError("the service was closed while it started")
         self.engine.adopt()
         loop.add_reader(self.engine.fileno(), self._on_readable)
         self.engine.telemetry.add(lambda: {"waiting_loads": {"": len(self.room)}})
@@ -99,7 +103,7 @@ class OffloadService:
         return self
 
     def _undo_start(self) -> None:
-        """The entering task was cancelled while the engine started: release what it allocated, off the loop."""
+        """Entering was cancelled, or closed, while the engine started: release what it allocated, off the loop."""
         self.engine.adopt()
         self.engine.close(0.0)
 
@@ -113,7 +117,8 @@ class OffloadService:
 
         Open requests end, but their GPU blocks are their owners' until they leave: only then do they reach `free`.
         Cancelling the call does not stop the closing. When the loop itself ends (`asyncio.run` cancels every task), the
-        closing is done at once, without waiting for copies.
+        closing is done at once, without waiting for copies. While the service is being entered, entering then ends with
+        `ClosedError`.
 
         Raises:
             UndrainedCopies: Copies still run after `timeout` seconds: their memory stays mapped on purpose, everything
@@ -122,6 +127,7 @@ class OffloadService:
             UsageError: `timeout` is no number of seconds, or the caller is on another thread; nothing was closed.
         """
         if not self._entered:
+            self._unwanted = self._loop is not None
             return
         if self._closing is None:
             self._check_thread()

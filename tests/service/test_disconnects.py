@@ -202,3 +202,44 @@ async def test_request_left_while_another_task_enters_its_lease_pins_nothing():
         assert service.stats().manager.pinned == 0
         await context.__aexit__(None, None, None)
     rig.check([0, 1, 10, 11])
+
+
+async def test_lease_that_is_left_on_another_thread_is_unpinned_on_the_loop(monkeypatch):
+    rig = Rig()
+    async with rig.service() as service:
+        await store_prefix(rig, service, [0, 1])
+        threads = []
+        close = service.engine.close_lease
+        monkeypatch.setattr(
+            service.engine, "close_lease", lambda lease: (threads.append(threading.current_thread()), close(lease))
+        )
+
+        async with service.request("r", service.chain(tokens(9)), gpu_blocks=[10], free=rig.free) as request:
+            context = request.lease()
+            await context.__aenter__()
+
+            def leave():
+                with pytest.raises(StopIteration):
+                    context.__aexit__(None, None, None).send(None)
+
+            elsewhere = threading.Thread(target=leave)
+            elsewhere.start()
+            elsewhere.join()
+            assert service.stats().leases == 1, "the manager is the loop thread's alone"
+            await _until(lambda: not service.stats().leases)
+        assert threads == [threading.current_thread()]
+    rig.check([0, 1, 10])
+
+
+async def test_service_that_is_closed_while_it_starts_does_not_open():
+    """A front end that gives up during its start must not end with a service that nobody closes."""
+    rig = Rig()
+    service = rig.service()
+    entering = asyncio.create_task(service.__aenter__())
+    await asyncio.sleep(0)
+    await service.aclose()
+    with pytest.raises(kv.ClosedError, match="while it started"):
+        await entering
+    assert (service.is_open, service.engine.closed) == (False, True)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvoffload")]
+    rig.check()
