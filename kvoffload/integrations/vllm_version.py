@@ -41,8 +41,14 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     f"{_CONNECTOR}.offloading_connector:OffloadingConnector": (
         "on_new_request", "get_transfer_results", "build_connector_worker_meta", "update_connector_output",
     ),
+    f"{_CONNECTOR}.base:KVConnectorTransferResults": ("failed_recving",),
+    f"{_CONNECTOR}.offloading.common:OffloadingWorkerMetadata": ("completed_jobs", "transfer_stats", "aggregate"),
+    "vllm.v1.kv_offload.base:ReqContext": (
+        "req_id", "kv_transfer_params", "load_tier_filter", "get_state", "set_state", "get_offload_key_position",
+        "_offload_key_positions",
+    ),
 }  # fmt: skip
-"""Methods of vLLM's classes that the adapter wraps (`vllm_taps`)."""
+"""Methods and fields of vLLM's classes that the adapter wraps (`vllm_taps`) or reads, private ones included."""
 
 
 def installed_version() -> str | None:
@@ -98,8 +104,13 @@ def _missing_names() -> list[str]:
             continue
         missing += [f"{module_name}.{name}" for name in names if not hasattr(module, name)]
     if not missing:
-        for path, methods in MEMBERS.items():
+        for path, members in MEMBERS.items():
             module_name, _, class_name = path.partition(":")
             owner = getattr(importlib.import_module(module_name), class_name)
-            missing += [f"{module_name}.{class_name}.{name}" for name in methods if not hasattr(owner, name)]
+            missing += [f"{module_name}.{class_name}.{name}" for name in members if not _has(owner, name)]
     return missing
+
+
+def _has(owner: type, name: str) -> bool:
+    """Whether objects of a class have the name; a field without a plain default is no attribute of the class."""
+    return hasattr(owner, name) or name in getattr(owner, "__dataclass_fields__", {})

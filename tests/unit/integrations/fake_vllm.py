@@ -38,10 +38,13 @@ class TierFilter:
 TierFilter.ALL = TierFilter(True)
 
 
+@dataclass
 class ReqContext:
-    def __init__(self, req_id, kv_transfer_params=None, load_tier_filter=TierFilter.ALL):
-        self.req_id, self.kv_transfer_params, self.load_tier_filter = req_id, kv_transfer_params, load_tier_filter
-        self.states, self._offload_key_positions = {}, {}
+    req_id: str
+    kv_transfer_params: dict | None = None
+    load_tier_filter: object = TierFilter.ALL
+    states: dict = field(default_factory=dict, init=False)
+    _offload_key_positions: dict = field(default_factory=dict, init=False)
 
     def set_state(self, value):
         self.states[type(value)] = value

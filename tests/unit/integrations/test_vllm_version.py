@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import re
 import subprocess
 import sys
 import types
@@ -100,3 +101,22 @@ def test_the_check_knows_every_name_that_the_adapter_imports_from_vllm():
     }
     checked = {(module, name) for module, names in vllm_version.NAMES.items() for name in names}
     assert used - checked == set()
+
+
+@pytest.mark.parametrize(
+    ("owner", "member"),
+    [("KVConnectorTransferResults", "failed_recving"), ("ReqContext", "_offload_key_positions")],
+)
+def test_a_patch_release_without_a_field_that_the_adapter_reads_is_refused_by_its_name(
+    fake, monkeypatch, owner, member
+):
+    """A-K1: a private field may go in any release; without the check prompts would lose their order silently."""
+    module = next(module for module, names in vllm_version.NAMES.items() if owner in names)
+    assert vllm_version.require_vllm() == fake.VERSION
+    monkeypatch.setattr(
+        sys.modules[module], owner, type(owner, (), dict.fromkeys(vllm_version.MEMBERS[f"{module}:{owner}"]))
+    )
+    assert vllm_version.require_vllm() == fake.VERSION
+    monkeypatch.delattr(getattr(sys.modules[module], owner), member)
+    with pytest.raises(ExtensionImportError, match=rf"lacks: {re.escape(module)}\.{owner}\.{member}$"):
+        vllm_version.require_vllm()
