@@ -7,13 +7,13 @@ import asyncio
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 
 from kvoffload.cli.feed_check import FeedCheck
+from kvoffload.cli.live_table import LiveTable, wanted
 from kvoffload.cli.metrics_server import MetricsServer
 from kvoffload.cli.observe import Observer
-from kvoffload.cli.progress import progress_bar
-from kvoffload.cli.report import readable_bytes, report
+from kvoffload.cli.report import report
 from kvoffload.config import OffloadConfig
 from kvoffload.errors import ConfigError
 from kvoffload.service.service import OffloadService
@@ -35,12 +35,12 @@ def run_drive_command(
         forever=args.forever,
         workers=args.workers,
     )
-    with _server(args.http) as server, progress_bar("serving", measured.requests) as advance:
+    table = None
+    if wanted(as_json=args.json):
+        table = LiveTable(measured.requests, config.block_size_factor, forever=options.forever)
+    with _server(args.http) as server:
         observer = Observer(server, args.metrics_dump)
         feed = FeedCheck(workload, config)
-
-        def show(so_far: DriveResult) -> None:
-            advance(_note(so_far, options.block_bytes))
 
         async def serve() -> DriveResult:
             stop = asyncio.Event()
@@ -50,10 +50,11 @@ def run_drive_command(
 
             @asynccontextmanager
             async def beside(service: OffloadService) -> AsyncIterator[None]:
-                async with observer.beside(service), feed.beside(service):
+                async with observer.beside(service), feed.beside(service), _shown(table, service):
                     yield
 
-            return await drive(workload, measured, config, options, progress=show, beside=beside, stop=stop)
+            progress = (lambda _: None) if table is None else table.advance
+            return await drive(workload, measured, config, options, progress=progress, beside=beside, stop=stop)
 
         result = asyncio.run(serve())
     values = {
@@ -103,11 +104,8 @@ def _server(address: tuple[str, int] | None) -> Iterator[MetricsServer | None]:
         yield server
 
 
-def _note(so_far: DriveResult, block_bytes: int) -> str:
-    """Return what is worth seeing while it runs."""
-    ratio = so_far.loaded_blocks / max(1, so_far.requested_blocks)
-    stored, loaded = (readable_bytes(count * block_bytes) for count in (so_far.stored_blocks, so_far.loaded_blocks))
-    return f"hits {100 * ratio:.1f} %, stored {stored}, loaded {loaded}, wrong {so_far.corrupt_blocks}"
+def _shown(table: LiveTable | None, service: OffloadService) -> AbstractAsyncContextManager[None]:
+    return nullcontext() if table is None else table.beside(service)
 
 
 def _values(result: DriveResult, factor: int) -> dict[str, object]:

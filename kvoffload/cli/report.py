@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -35,7 +36,7 @@ def print_table(title: str, values: Mapping[str, object]) -> None:
             table.add_row(name.replace("_", " "), inner or "-")
         else:
             table.add_row(name.replace("_", " "), readable(name, value))
-    Console().print(table)
+    Console(color_system=None if os.environ.get("NO_COLOR") else "auto").print(table)
 
 
 def readable(name: str, value: object) -> str:
