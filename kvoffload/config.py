@@ -70,6 +70,27 @@ class _Model(BaseModel):
             raise ConfigError(f"{cls.__name__} needs a mapping of keys to values, got {obj!r}")
         return cls(**obj)
 
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **_options: object) -> Self:
+        """Return a checked model from a JSON object; pydantic's options change nothing here.
+
+        Raises:
+            ConfigError: It is no JSON, or a key or value is wrong.
+        """
+        try:
+            return cls.model_validate(json.loads(json_data))
+        except (ValueError, TypeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{cls.__name__} needs a JSON object: {error}") from None
+
+    if not TYPE_CHECKING:  # checkers know that a frozen model takes no values
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if name in type(self).model_fields:
+                raise ConfigError(f"{name} cannot be set to {value!r}: {type(self).__name__} is frozen; make a new one")
+            super().__setattr__(name, value)
+
 
 def _config_error(model: type[BaseModel], error: ValidationError) -> ConfigError:
     return ConfigError("; ".join(_line(model, detail) for detail in error.errors(include_url=False)))

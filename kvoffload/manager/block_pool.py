@@ -20,6 +20,8 @@ class BlockPool:
     __slots__ = ("_freed", "_fresh", "num_blocks")
 
     def __init__(self, num_blocks: int) -> None:
+        if isinstance(num_blocks, bool) or not hasattr(num_blocks, "__index__"):  # numpy's integers are taken, too
+            raise UsageError(f"num_blocks must be a whole number, got {num_blocks!r}")
         if num_blocks < 0:
             raise UsageError(f"num_blocks must not be negative, got {num_blocks}")
         self.num_blocks = num_blocks

@@ -35,6 +35,10 @@ class Ground:
     geometry: BlockGeometry | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.config, OffloadConfig):
+            raise UsageError(f"config must be an OffloadConfig, got {self.config!r}")
+        if self.kv_caches is not None and not isinstance(self.kv_caches, CanonicalKVCaches):
+            raise UsageError(f"kv_caches come from CanonicalKVCaches.from_layers(...), got {self.kv_caches!r}")
         if (self.kv_caches is None) == (self.workers is None):
             raise UsageError("an engine has either kv_caches (in this process) or workers (rank processes)")
         if self.workers is not None and self.workers.world_size != self.config.world_size:

@@ -214,3 +214,11 @@ async def test_pausing_stores_takes_only_a_bool():
     async with Rig().service() as service:
         with pytest.raises(kv.UsageError, match="paused is True or False"):
             service.pause_stores("no")
+
+
+def test_a_service_of_things_of_another_kind_is_refused_when_it_is_made():
+    rig = Rig()
+    with pytest.raises(kv.UsageError, match="config must be an OffloadConfig"):
+        kv.OffloadService({"gpu_block_size": 4}, rig.kv_caches)
+    with pytest.raises(kv.UsageError, match="from_layers"):
+        kv.OffloadService(rig.config, rig.gpu)

@@ -259,3 +259,24 @@ def test_a_file_nested_without_end_cannot_be_read(tmp_path):
     path.write_text("[" * 100_000)
     with pytest.raises(ConfigError, match="cannot be read"):
         OffloadConfig.load(path, env={})
+
+
+def test_a_frozen_configuration_says_so_with_its_own_error():
+    config = OffloadConfig(cpu_bytes_to_use=1 << 20, gpu_block_size=16)
+    with pytest.raises(ConfigError, match="gpu_block_size cannot be set to 32: OffloadConfig is frozen"):
+        config.gpu_block_size = 32
+    assert config.gpu_block_size == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "JSON"),
+        ("[1]", "mapping"),
+        ('{"gpu_block_siz": 16, "cpu_bytes_to_use": 1}', "did you mean gpu_block_size"),
+    ],
+)
+def test_json_that_is_no_configuration_is_told_by_a_config_error(text, told):
+    with pytest.raises(ConfigError, match=told):
+        OffloadConfig.model_validate_json(text)
+    assert OffloadConfig.model_validate_json('{"gpu_block_size": 16, "cpu_bytes_to_use": "1MiB"}').gpu_block_size == 16

@@ -31,3 +31,9 @@ def test_the_blocks_handed_out_are_told_without_those_named():
     pool.free([1])
     assert pool.taken_except([3]).tolist() == [0, 2, 4]
     assert BlockPool(3).taken_except([]).tolist() == []
+
+
+@pytest.mark.parametrize("num_blocks", [1.5, None, "8", True])
+def test_a_pool_of_no_whole_number_of_blocks_is_refused(num_blocks):
+    with pytest.raises(UsageError, match="whole number"):
+        BlockPool(num_blocks)
