@@ -25,8 +25,8 @@ def parameters(function):
     for parameter in inspect.signature(function).parameters.values():
         default = parameter.default
         if default is not inspect.Parameter.empty and not isinstance(default, bool | int | float | str | None):
-            parameter = parameter.replace(default=...)
-        parts.append(parameter.replace(annotation=inspect.Parameter.empty))
+            default = ...
+        parts.append(parameter.replace(default=default, annotation=inspect.Parameter.empty))
     return str(inspect.Signature(parts)).replace("Ellipsis", "...")
 
 
