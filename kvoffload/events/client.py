@@ -43,7 +43,9 @@ class ReplayClient:
             NoAnswer: Nobody answers.
         """
         frames = self._ask(b"describe")
-        found: Any = json.loads(frames[2]) if frames[1] == b"describe" else None
+        found: Any = None
+        if len(frames) == 3 and frames[1] == b"describe":
+            found = self._json(frames[2])
         self.close()
         return found if isinstance(found, dict) else None
 
@@ -54,10 +56,16 @@ class ReplayClient:
             NoAnswer: The answer is not complete in time.
         """
         frames = self._ask(b"snapshot")
-        head: dict[str, Any] = json.loads(frames[2])
+        head = self._json(frames[2]) if len(frames) == 3 and frames[1] == b"snapshot" else None
+        if not isinstance(head, dict) or not isinstance(head.get("cut"), int):
+            self.close()
+            raise NoAnswer(f"{self.endpoint} answers a snapshot with something else")
         payloads: list[bytes] = []
         while True:
             frames = self._receive()
+            if len(frames) != 4:
+                self.close()
+                raise NoAnswer(f"{self.endpoint} breaks a snapshot off")
             if frames[2] == END_SEQUENCE:
                 self.close()
                 return head, payloads
@@ -71,6 +79,9 @@ class ReplayClient:
         """
         frames = self._ask(sequence_frame(start))
         while len(frames) < 3 or frames[-2] != END_SEQUENCE:
+            if len(frames) < 3 or len(frames[-2]) != 8:
+                self.close()
+                raise NoAnswer(f"{self.endpoint} answers a replay with something else")
             yield int.from_bytes(frames[-2], "big"), frames[-1]
             frames = self._receive()
         self.close()
@@ -89,6 +100,13 @@ class ReplayClient:
         self._socket.connect(self.endpoint)
         self._socket.send_multipart((b"", request))
         return self._receive()
+
+    def _json(self, text: bytes) -> Any:  # noqa: ANN401 - JSON
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            self.close()
+            raise NoAnswer(f"{self.endpoint} answers with no JSON") from error
 
     def _receive(self) -> list[bytes]:
         sock = self._socket

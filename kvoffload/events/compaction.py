@@ -20,8 +20,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvoffload.events.ancestry import absent_chain
 from kvoffload.events.blocks import EventList, Ident, Node, Tiers
-from kvoffload.events.journal import MAX_BATCH_BYTES, MAX_EVENTS, Cut, absent_chain
+from kvoffload.events.journal import MAX_BATCH_BYTES, MAX_EVENTS, Cut
 from kvoffload.events.wire import Codec, pack_stamp, stamp_sequence
 
 

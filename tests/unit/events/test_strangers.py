@@ -1,6 +1,7 @@
 """What strangers, odd settings and late callers do to a feed: nothing."""
 
 import socket
+import threading
 
 import pytest
 import zmq
@@ -8,7 +9,7 @@ from feedkit import Reader, chain, names, publisher, stored, wait_for
 
 from kvoffload.config import EventsConfig
 from kvoffload.errors import ConfigError
-from kvoffload.events.client import ReplayClient
+from kvoffload.events.client import NoAnswer, ReplayClient
 from kvoffload.events.index import ResidencyIndex
 from kvoffload.events.publisher import FeedPublisher
 from kvoffload.events.register import dialled, registration
@@ -116,3 +117,28 @@ def test_a_merged_adapter_known_by_number_alone_stays_an_adapter():
         feed._command(lambda lane: lane.residency.engine_stored(event))
         (told,) = decode_batch(reader.next()[2]).events
         assert told.lora_id == 9
+
+
+@pytest.mark.parametrize(
+    "answer", [[b""], [b"", b"describe", b"{"], [b"", b"snapshot", b"[]"], [b"", b"snapshot", b""]]
+)
+def test_a_replay_socket_that_answers_nonsense_counts_as_silent(answer):
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    client = ReplayClient(f"tcp://127.0.0.1:{port}", context, 5.0)
+
+    def serve():
+        for _ in range(2):
+            identity, _, what = router.recv_multipart()
+            assert what in (b"snapshot", bytes(8))
+            router.send_multipart([identity, *answer])
+
+    server = threading.Thread(target=serve)
+    server.start()
+    with pytest.raises(NoAnswer):
+        client.snapshot()
+    with pytest.raises(NoAnswer):
+        list(client.replay(0))
+    server.join()
+    context.destroy(linger=0)
