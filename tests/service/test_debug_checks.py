@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from service.harness import BLOCK, Rig, tokens
+from service.harness import Rig, store_prefix, tokens
 
 import kvoffload as kv
 from kvoffload.service import checks
@@ -23,17 +23,10 @@ class Unpainted(Rig):
         self.freed.extend(blocks)
 
 
-async def _stored(rig, service, blocks, name="store"):
-    rig.fill(blocks, 0)
-    count = len(blocks) * BLOCK
-    async with service.request(name, service.chain(tokens(count)), gpu_blocks=list(blocks), free=rig.free) as request:
-        return await request.store(computed_tokens=count, ready="host-visible")
-
-
 async def test_plain_use_violates_nothing(caplog):
     rig = Unpainted(debug_checks=True, factor=2)
     async with rig.service() as service:
-        assert (await _stored(rig, service, [0, 1, 2, 3])).stored == 4
+        assert (await store_prefix(rig, service, [0, 1, 2, 3])).stored == 4
         async with service.request(
             "r", service.chain(tokens(17)), gpu_blocks=[0, 1, 2, 3, 4], free=rig.free
         ) as request:
@@ -47,7 +40,7 @@ async def test_plain_use_violates_nothing(caplog):
 async def test_write_to_a_freed_block_is_reported_when_the_block_has_its_next_owner(caplog):
     rig = Unpainted(debug_checks=True)
     async with rig.service() as service:
-        await _stored(rig, service, [0, 1])
+        await store_prefix(rig, service, [0, 1])
         rig.gpu[1][1, 7] = 1  # what a copy without an owner would do
         async with service.request("r", service.chain(tokens(8)), gpu_blocks=[0, 1], free=rig.free):
             pass
@@ -58,7 +51,7 @@ async def test_write_to_a_freed_block_is_reported_when_the_block_has_its_next_ow
 async def test_store_of_a_block_that_nobody_wrote_is_reported(caplog):
     rig = Unpainted(debug_checks=True)
     async with rig.service() as service:
-        await _stored(rig, service, [0, 1])
+        await store_prefix(rig, service, [0, 1])
         async with service.request("r", service.chain(tokens(8, 5)), gpu_blocks=[2, 3], free=rig.free) as request:
             spec = kv.GPULoadStoreSpec([0], [1], [0])  # not the request's block at all
             await request.store_blocks(spec, ready="host-visible")
@@ -70,7 +63,7 @@ async def test_store_of_a_block_that_nobody_wrote_is_reported(caplog):
 async def test_load_of_other_bytes_than_were_stored_fails_and_drops_the_key(factor, caplog):
     rig = Unpainted(debug_checks=True, factor=factor)
     async with rig.service() as service:
-        await _stored(rig, service, [0, 1, 2, 3])
+        await store_prefix(rig, service, [0, 1, 2, 3])
         np.asarray(rig.spec.handlers.layout.cpu[0])[:, -1] += 1
         async with service.request("r", service.chain(tokens(17)), gpu_blocks=[10, 11, 12, 13, 14], free=rig.free) as r:
             loaded = await r.load()
@@ -83,7 +76,7 @@ async def test_load_of_other_bytes_than_were_stored_fails_and_drops_the_key(fact
 async def test_books_that_do_not_add_up_are_reported_after_the_next_poll(caplog):
     rig = Unpainted(debug_checks=True)
     async with rig.service() as service:
-        await _stored(rig, service, [0, 1])
+        await store_prefix(rig, service, [0, 1])
         rig.spec.cpu_manager._stats.ready += 1
         service.engine.poll()
         assert service.stats().debug_violations >= 1
@@ -94,6 +87,6 @@ async def test_books_that_do_not_add_up_are_reported_after_the_next_poll(caplog)
 async def test_without_the_option_nothing_is_painted():
     rig = Unpainted()
     async with rig.service() as service:
-        await _stored(rig, service, [0, 1])
+        await store_prefix(rig, service, [0, 1])
         assert rig.holds([0, 1], 0)
         assert service.stats().debug_violations == 0

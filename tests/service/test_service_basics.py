@@ -7,24 +7,15 @@ import subprocess
 import sys
 
 import pytest
-from service.harness import BLOCK, Rig, check_books, tokens
+from service.harness import BLOCK, Rig, check_books, store_prefix, tokens
 
 import kvoffload as kv
-
-
-async def _stored(rig, service, blocks, *, seed=0, name="store"):
-    """Store `len(blocks)` full blocks of the seeded sequence."""
-    count = len(blocks) * BLOCK
-    rig.fill(blocks, seed)
-    table = list(blocks)
-    async with service.request(name, service.chain(tokens(count, seed)), gpu_blocks=table, free=rig.free) as request:
-        return await request.store(computed_tokens=count, ready="host-visible")
 
 
 async def test_stored_blocks_are_loaded_back_byte_for_byte():
     rig = Rig()
     async with rig.service() as service:
-        stored = await _stored(rig, service, [3, 5, 9])
+        stored = await store_prefix(rig, service, [3, 5, 9])
         assert (stored.stored, stored.rejected, stored.failed) == (3, 0, 0)
         table = [20, 21, 22, 23]
         async with service.request("r", service.chain(tokens(13)), gpu_blocks=table, free=rig.free) as request:
@@ -41,7 +32,7 @@ async def test_whole_prompt_cached_leaves_a_token_to_compute():
     """A-Y14."""
     rig = Rig()
     async with rig.service() as service:
-        await _stored(rig, service, [0, 1, 2, 3])
+        await store_prefix(rig, service, [0, 1, 2, 3])
         async with service.request("r", service.chain(tokens(16)), gpu_blocks=[10, 11, 12, 13], free=None) as request:
             assert (await request.load()).num_tokens == 12
             assert (await request.load(leave_tokens=0)).num_tokens == 16
@@ -67,7 +58,7 @@ async def test_cancelled_load_keeps_its_pins_and_blocks_until_the_copy_has_ended
     """A-Y1, A-Y9."""
     rig = Rig(capacity=4)
     async with rig.service() as service:
-        await _stored(rig, service, [0, 1, 2, 3])
+        await store_prefix(rig, service, [0, 1, 2, 3])
         rig.freed.clear()
         rig.loads.hold()
 
@@ -84,12 +75,12 @@ async def test_cancelled_load_keeps_its_pins_and_blocks_until_the_copy_has_ended
         with pytest.raises(asyncio.CancelledError):
             await task
         assert rig.freed == [14]
-        refused = await _stored(rig, service, [20, 21, 22, 23], seed=7, name="other")
+        refused = await store_prefix(rig, service, [20, 21, 22, 23], seed=7, name="other")
         assert (refused.stored, refused.reason) == (0, "no_space")
         rig.loads.finish_all()
         assert await service.drain(1.0)
         assert sorted(rig.freed) == [10, 11, 12, 13, 14, 20, 21, 22, 23]
-        assert (await _stored(rig, service, [20, 21, 22, 23], seed=7, name="again")).stored == 4
+        assert (await store_prefix(rig, service, [20, 21, 22, 23], seed=7, name="again")).stored == 4
     check_books(rig.spec.cpu_manager, idle=True)
 
 
@@ -140,7 +131,7 @@ async def test_poller_that_raises_ends_the_waits_and_makes_the_service_unhealthy
     """A-Y3, A-Y15."""
     rig = Rig()
     async with rig.service() as service:
-        await _stored(rig, service, [0, 1, 2])
+        await store_prefix(rig, service, [0, 1, 2])
         rig.loads.hold()
         error = RuntimeError("lost the device")
 
@@ -163,7 +154,7 @@ async def test_poller_that_raises_ends_the_waits_and_makes_the_service_unhealthy
         assert all(r.outcome is kv.LoadOutcome.FAILED and r.error is error for r in results)
         assert not service.health().ok
         assert (await load(9)).outcome is kv.LoadOutcome.UNHEALTHY
-        assert (await _stored(rig, service, [5], seed=3, name="s2")).reason == "unhealthy"
+        assert (await store_prefix(rig, service, [5], seed=3, name="s2")).reason == "unhealthy"
         assert sum("lost the device" in record.getMessage() for record in caplog.records) == 1
         service.engine._board.worker.get_finished = original
         rig.loads.finish_all()
@@ -201,7 +192,7 @@ async def test_closing_with_a_hung_copy_names_it_and_frees_everything_else():
     rig = Rig(load_deadline_seconds=0.05)
     service = rig.service()
     await service.__aenter__()
-    await _stored(rig, service, [0, 1])
+    await store_prefix(rig, service, [0, 1])
     rig.freed.clear()
     rig.loads.hold()
     async with service.request("r", service.chain(tokens(9)), gpu_blocks=[10, 11, 12], free=rig.free) as request:
@@ -219,7 +210,7 @@ async def test_closing_with_a_hung_copy_names_it_and_frees_everything_else():
 async def test_reset_overtakes_a_running_load_and_a_running_store():
     rig = Rig()
     async with rig.service() as service:
-        await _stored(rig, service, [0, 1])
+        await store_prefix(rig, service, [0, 1])
         rig.loads.hold()
         rig.stores.hold()
         async with service.request("r", service.chain(tokens(9)), gpu_blocks=[10, 11, 12], free=rig.free) as request:
@@ -242,12 +233,12 @@ async def test_failed_copies_are_results_and_leave_nothing_behind():
     rig = Rig()
     async with rig.service() as service:
         rig.stores.fail_next(OSError("link down"))
-        failed = await _stored(rig, service, [0, 1])
+        failed = await store_prefix(rig, service, [0, 1])
         assert (failed.stored, failed.failed, failed.reason) == (0, 2, "copy_failed")
         rig.stores.refuse_next(OSError("no stream"))
-        refused = await _stored(rig, service, [0, 1], name="b")
+        refused = await store_prefix(rig, service, [0, 1], name="b")
         assert (refused.failed, str(refused.error)) == (2, "no stream")
-        assert (await _stored(rig, service, [0, 1], name="c")).stored == 2
+        assert (await store_prefix(rig, service, [0, 1], name="c")).stored == 2
         rig.loads.fail_next(OSError("link down"))
         async with service.request("r", service.chain(tokens(9)), gpu_blocks=[10, 11, 12], free=rig.free) as request:
             loaded = await request.load()
@@ -259,11 +250,11 @@ async def test_failed_copies_are_results_and_leave_nothing_behind():
 async def test_lease_pins_the_prefix_and_loads_from_it():
     rig = Rig(capacity=2)
     async with rig.service() as service:
-        await _stored(rig, service, [0, 1])
+        await store_prefix(rig, service, [0, 1])
         request = service.request("r", service.chain(tokens(9)), gpu_blocks=[10, 11, 12], free=None)
         async with request, request.lease() as lease:
             assert lease.match.ready_blocks == 2
-            assert (await _stored(rig, service, [20], seed=4, name="x")).reason == "no_space"
+            assert (await store_prefix(rig, service, [20], seed=4, name="x")).reason == "no_space"
             loaded = await lease.load(kv.GPULoadStoreSpec([11], [1], [1]))
             assert loaded.outcome is kv.LoadOutcome.LOADED
             assert rig.holds([11], 0, first=1)
