@@ -1,4 +1,9 @@
-"""Measure one part of kvoffload; every figure is a ratio or a rate of one run on this machine."""
+"""Measure one part of kvoffload; every figure is a ratio or a rate of one run on this machine.
+
+Examples:
+  kvoffload bench host --json
+  kvoffload bench manager --help
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,10 @@
 Two small services are driven in turn: one over copies that end, fail or hang by script, one over threads that really
 copy. Nothing but a contract's own answers may come back, the conservation laws hold, no copy touches a freed block, and
 every loaded block holds what was stored. Exit code 1 when anything was violated.
+
+Examples:
+  kvoffload bench chaos
+  kvoffload bench chaos --ops 200000 --seed 7 --json
 """
 
 from __future__ import annotations
@@ -17,13 +21,14 @@ from pathlib import Path
 
 from kvoffload.cli.main import FAILED, OK
 from kvoffload.cli.report import print_json, print_table
+from kvoffload.cli.values import positive
 
 _SHOWN = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--ops`, `--seed`, `--uvloop` and `--json`."""
-    parser.add_argument("--ops", type=int, default=20_000, help="operations (default 20000)")
+    parser.add_argument("--ops", type=positive, default=20_000, help="operations (default 20000)")
     parser.add_argument("--seed", type=int, default=0, help="what is random comes from it (default 0)")
     parser.add_argument("--uvloop", action="store_true", help="run on uvloop instead of asyncio's own loop")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

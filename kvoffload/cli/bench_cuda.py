@@ -4,6 +4,10 @@ The ceiling is one large copy between page-locked and GPU memory; the floor is a
 directions at once, the cost of submitting, the time from a copy's end to the awaiting task, and how much a matrix
 product beside it slows down; and vLLM's batched copy, where a CUDA build of it is installed. Needs a CUDA device and
 torch.
+
+Examples:
+  kvoffload bench cuda
+  kvoffload bench cuda --json --check
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 Each repetition goes through all cases and measures memcpy right before each copy; the median of the ratios is reported.
 On a shared machine only such neighbours compare.
+
+Examples:
+  kvoffload bench host
+  kvoffload bench host --bytes 64MiB --json --check
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 All managers take part in each round; the median of the rounds is reported, and ratios are of medians. Times are of this
 thread on its CPU, so a busy machine blurs them less. Keys are chosen at random over the whole cache, so the memory is
 cold: `dict_get_floor` is what a bare `dict.get` costs there.
+
+Examples:
+  kvoffload bench manager
+  kvoffload bench manager --blocks 100000 --policies lru,adaptive --parts calls --json
 """
 
 from __future__ import annotations
@@ -22,12 +26,15 @@ from kvoffload.cli.bench_manager_peers import Keys, OrderedDictPeer, OwnPeer, Pe
 from kvoffload.cli.main import OK
 from kvoffload.cli.report import print_json, print_table
 from kvoffload.cli.values import positive
+from kvoffload.errors import ConfigError
 from kvoffload.keys import OffloadKey
 from kvoffload.simulate.workload import Workload
 
 Maker = Callable[[int], Peer]
 BATCHES = (1, 16, 64, 1024)
 EVICT = 1000
+
+PARTS = ("calls", "pins", "longest", "memory", "replay")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--operations", type=positive, default=2_000_000, help="block operations for the longest call")
     parser.add_argument("--replay-capacity", type=positive, default=9_000, help="blocks in the trace replay (9000)")
     parser.add_argument("--vllm-path", type=Path, help="an unpacked vLLM 0.32 wheel, measured too")
-    parser.add_argument("--parts", default="calls,pins,longest,memory,replay", help="parts to measure (all)")
+    parser.add_argument("--parts", default=",".join(PARTS), help="parts to measure (all)")
     parser.add_argument("--seed", type=int, default=0, help="of the random choices")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
@@ -56,6 +63,9 @@ def run(args: argparse.Namespace) -> int:
         "replay": lambda: measure_replay(makers, Workload(args.traces, seed=args.seed), args.replay_capacity),
     }
     result: dict[str, object] = {"blocks": args.blocks}
+    unknown = set(args.parts.split(",")) - set(PARTS)
+    if unknown:
+        raise ConfigError(f"--parts must be some of {','.join(PARTS)}; got {','.join(sorted(unknown))!r}")
     for part in args.parts.split(","):
         result[part] = measure[part]()
     if args.json:

@@ -3,6 +3,10 @@
 The service runs over scripted handlers, which end at once, so that a job's time is the facade's alone. The calls that
 it makes are logged, then replayed on the recorder: each share is a ratio of medians of one run. The lag of a 1 ms
 ticker is taken with and without scrapes beside it.
+
+Examples:
+  kvoffload bench metrics
+  kvoffload bench metrics --jobs 100 --json --check
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@ A round trip of the command path begins with the owner's submit and ends when it
 reported; the ranks' handlers end each job at once, so that only the path counts. `with_copy` is the same over real
 handlers and one small block. The bare round trip is a message that another process echoes; `bare_all`, one to as many
 processes as there are ranks. All alternate, so that what else the machine does meets each of them.
+
+Examples:
+  kvoffload bench ranks
+  kvoffload bench ranks --workers 4 --region 1GiB --json
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 `wake_ratio` is the median time from the end of one 64 KiB copy to the resumption of the coroutine that awaits the load,
 as a multiple of a bare eventfd round trip from a thread to a coroutine in the same run. `waiters_*` is about ten
 thousand loads that wait for a hundred prefixes, `disconnect_*` about a thousand clients cancelled during their copies.
+
+Examples:
+  kvoffload bench service
+  kvoffload bench service --uvloop --json
 """
 
 from __future__ import annotations
@@ -13,12 +17,15 @@ from collections.abc import Callable
 
 from kvoffload.cli.main import OK
 from kvoffload.cli.report import print_json, print_table
+from kvoffload.cli.values import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--rounds`, `--waiters`, `--uvloop` and `--json`."""
-    parser.add_argument("--rounds", type=int, default=2000, help="loads and round trips that are timed (default 2000)")
-    parser.add_argument("--waiters", type=int, default=10_000, help="loads that wait at once (default 10000)")
+    parser.add_argument(
+        "--rounds", type=positive, default=2000, help="loads and round trips that are timed (default 2000)"
+    )
+    parser.add_argument("--waiters", type=positive, default=10_000, help="loads that wait at once (default 10000)")
     parser.add_argument("--uvloop", action="store_true", help="run on uvloop instead of asyncio's own loop")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -1,4 +1,9 @@
-"""Watch, check and connect the events feed."""
+"""Watch, check and connect the events feed.
+
+Examples:
+  kvoffload feed watch
+  kvoffload feed snippet --help
+"""
 
 from __future__ import annotations
 

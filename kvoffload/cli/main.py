@@ -27,6 +27,10 @@ COMMANDS = {
     "feed": ("kvoffload.cli.feed", "watch, check and connect the events feed"),
 }
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+EXIT_CODES = (
+    "Exit codes:\n  0    fine\n  1    a failure was found, or something went wrong\n"
+    "  2    what was given cannot be used\n  130  interrupted"
+)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -68,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="kvoffload",
         description="Moves an LLM engine's KV-cache blocks to host memory and back.",
-        epilog="Examples:\n  kvoffload run\n  kvoffload run TRACE.jsonl --policy arc --capacity 5% --json",
+        epilog="Examples:\n  kvoffload run\n  kvoffload run TRACE.jsonl --policy arc --capacity 5% --json\n\n"
+        + EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"kvoffload {kvoffload.__version__}")

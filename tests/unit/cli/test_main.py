@@ -10,8 +10,15 @@ import pytest
 
 from kvoffload.cli import main as cli
 from kvoffload.cli import schema
+from kvoffload.cli.bench import BENCHES
+from kvoffload.cli.feed import FEED_COMMANDS
 
 ROOT = Path(__file__).parents[3]
+LEAVES = (
+    [(name,) for name in cli.COMMANDS]
+    + [("bench", name) for name in BENCHES]
+    + [("feed", name) for name in FEED_COMMANDS]
+)
 
 
 def test_help_is_fast_and_loads_nothing_heavy():
@@ -43,6 +50,21 @@ def test_every_command_has_help(name, capsys):
     assert len(capsys.readouterr().out) > 100
 
 
+@pytest.mark.parametrize("path", sorted(LEAVES, key=str))
+def test_every_command_shows_examples(path, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([*path, "--help"])
+    assert f"Examples:\n  kvoffload {' '.join(path)}" in capsys.readouterr().out
+
+
+def test_the_exit_codes_are_in_the_help(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    shown = capsys.readouterr().out
+    for code in (cli.OK, cli.FAILED, cli.USAGE, cli.INTERRUPTED):
+        assert f"\n  {code} " in shown
+
+
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["schema", "--nonsense"]])
 def test_usage_mistakes_exit_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -59,3 +81,8 @@ def test_schema_writes_what_it_checks(tmp_path, capsys):
     assert cli.main(["schema", str(tmp_path / "new")]) == 0
     assert cli.main(["schema", str(tmp_path / "new"), "--check"]) == 0
     assert all((tmp_path / "new" / name).read_text() == text for name, text in schema.generated().items())
+
+
+def test_an_unknown_part_of_a_benchmark_names_the_known_ones(capsys):
+    assert cli.main(["bench", "manager", "--parts", "calls,zzz"]) == 2
+    assert "--parts must be some of calls,pins,longest,memory,replay; got 'zzz'" in capsys.readouterr().err
