@@ -14,6 +14,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Annotated
 
 import numpy as np
 from fastapi import FastAPI
@@ -29,7 +30,7 @@ config = kv.OffloadConfig(cpu_bytes_to_use="64MiB", gpu_block_size=BLOCK, model_
 
 
 class Ask(BaseModel):
-    token_ids: list[int] = Field(min_length=1, max_length=1024)
+    token_ids: list[Annotated[int, Field(ge=0, lt=2**32)]] = Field(min_length=1, max_length=1024)
     max_tokens: int = Field(default=32, ge=1, le=1024)
 
 

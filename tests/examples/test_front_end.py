@@ -103,3 +103,12 @@ async def test_streams_are_right_and_blocks_come_back_though_clients_disconnect_
         assert "token" not in json.dumps(state["jobs"])
         assert (await client.get("/kvoffload/livez")).status_code == 200
         assert (await client.post("/kvoffload/admin/reset")).status_code == 404, "only where it was asked for"
+
+
+async def test_a_token_that_no_chain_takes_is_refused_before_the_stream_begins(server):
+    module, url = server
+    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+        await ready(client)
+        for token in (-1, 2**32):
+            assert (await client.post("/generate", json={"token_ids": [token]})).status_code == 422
+        assert len(module.allocator.blocks) == module.BLOCKS
