@@ -77,6 +77,11 @@ class PinnedRange:
             self.close()
             raise
 
+    @property
+    def cuts(self) -> list[int]:
+        """Addresses where one piece ends and the next begins."""
+        return self._pieces[1:]
+
     def close(self) -> None:
         """Unregister every piece, in reverse; must happen before the memory is unmapped. Idempotent.
 

@@ -22,12 +22,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from kvoffload.errors import ClosedError, TransferError, UsageError
 from kvoffload.memory.block_tensor import BlockTensor
 from kvoffload.memory.pinning import PinMode, PinnedRange, pin
 from kvoffload.transfer.base import HOST_VISIBLE, AllReady, Ready
+from kvoffload.transfer.cuda_batch import MAX_BATCH, copy_descriptors, cut_at, non_empty
 from kvoffload.transfer.cuda_driver import (
     CAPTURE_ERRORS,
     NOT_READY,
@@ -37,13 +36,10 @@ from kvoffload.transfer.cuda_driver import (
     CudaDevice,
     CudaDriver,
 )
-from kvoffload.transfer.plan import CopyPlan, Descriptors, coalesce
+from kvoffload.transfer.plan import CopyPlan, coalesce
 from kvoffload.transfer.stream import CopyEvent
 
 logger = logging.getLogger(__name__)
-
-MAX_BATCH = 8192
-"""Descriptors in one call: crashes and hangs were reported at about 52,000."""
 
 
 class CudaCopy:
@@ -106,6 +102,7 @@ class CudaStream:
         device: Where the stream is.
         pinned: Host memory is page-locked: copies are asynchronous and the owner submits them.
         max_batch: Descriptors in one call.
+        cuts: Host addresses that no single copy may cross, ascending: there one page-locked piece ends.
     """
 
     def __init__(
@@ -116,12 +113,14 @@ class CudaStream:
         *,
         pinned: bool = True,
         max_batch: int = MAX_BATCH,
+        cuts: Sequence[int] = (),
     ) -> None:
         self._name = name
         self._on_done = on_done
         self._device = device
         self._pinned = pinned
         self._max_batch = max_batch
+        self._cuts = cuts
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._queue: deque[CudaCopy] = deque()
@@ -187,7 +186,9 @@ class CudaStream:
                 driver.call("cuStreamWaitEvent", stream, copy.after.end, 0)
             _refuse_capture(device, stream)
             driver.call("cuEventRecord", copy.start, stream)
-            descriptors = non_empty(coalesce(plan.descriptors()))
+            descriptors = non_empty(
+                cut_at(self._cuts, coalesce(plan.descriptors()), host_is_source=not plan.gpu_to_cpu)
+            )
             copy.keep = (descriptors, plan)
             order = ORDER_STREAM if plan.gpu_to_cpu else ORDER_ANY
             copy_descriptors(driver, descriptors, order, stream, self._max_batch)
@@ -335,7 +336,8 @@ class CudaBackend:
 
     def make_stream(self, name: str, on_done: Callable[[], None]) -> CudaStream:
         """Return the stream of one direction; see `MakeStream`."""
-        return CudaStream(name, on_done, self.device, pinned=self.is_pinned)
+        cuts = sorted(cut for pinned in self._pinned for cut in pinned.cuts)
+        return CudaStream(name, on_done, self.device, pinned=self.is_pinned, cuts=cuts)
 
     def close(self) -> None:
         """Unregister host memory and give the context back; only when no copy runs. Idempotent."""
@@ -348,24 +350,6 @@ class CudaBackend:
 def _refuse_capture(device: CudaDevice, stream: int) -> None:
     if device.capturing(stream):
         raise UsageError("a CUDA graph capture is going on: transfers cannot be captured")
-
-
-def copy_descriptors(driver: CudaDriver, descriptors: Descriptors, order: int, stream: int, max_batch: int) -> None:
-    """Queue copies in batches, or one by one on drivers without batches."""
-    src, dst, sizes = (np.ascontiguousarray(column) for column in descriptors)
-    if not driver.has_batch:
-        for source, destination, size in zip(src.tolist(), dst.tolist(), sizes.tolist(), strict=True):
-            driver.copy(destination, source, size, stream)
-        return
-    for start in range(0, len(sizes), max_batch):
-        piece = slice(start, start + max_batch)
-        driver.copy_batch(dst[piece], src[piece], sizes[piece], order, stream)
-
-
-def non_empty(descriptors: Descriptors) -> Descriptors:
-    """Drop copies of no bytes: the driver refuses the whole batch for one of them."""
-    wanted = descriptors.sizes > 0
-    return descriptors if wanted.all() else Descriptors(*(column[wanted] for column in descriptors))
 
 
 def event_handles(ready: Ready, device: CudaDevice) -> list[int]:

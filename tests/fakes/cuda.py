@@ -269,6 +269,14 @@ class FakeCuda:
     def _cuMemHostRegister_v2(self, address, size, flags):
         self.registered[address] = size
 
+    def _crosses_registrations(self, dst, src, size):
+        """A copy begins in registered memory and goes on behind the end of that registration."""
+        return any(
+            start <= address < start + length < address + size
+            for address in (dst, src)
+            for start, length in self.registered.items()
+        )
+
     def _cuMemHostUnregister(self, address):
         del self.registered[address]
 
@@ -286,7 +294,7 @@ class FakeCuda:
         self.calls.append(("batch", (count, stream)))
         rows = [(c_uint64 * count).from_address(array)[:] for array in (dsts, srcs, sizes)]
         for position, row in enumerate(zip(*rows, strict=True)):
-            if not all(row):
+            if not all(row) or self._crosses_registrations(*row):
                 failed[0] = position
                 return INVALID_VALUE
         self.streams[stream].put(lambda: [ctypes.memmove(*row) for row in zip(*rows, strict=True)])

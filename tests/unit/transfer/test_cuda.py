@@ -20,7 +20,7 @@ from kvoffload.manager.specs import CPULoadStoreSpec, GPULoadStoreSpec
 from kvoffload.memory.block_tensor import BlockTensor
 from kvoffload.memory.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvoffload.memory.pinning import PinnedRange, pin
-from kvoffload.transfer import cuda, directional
+from kvoffload.transfer import cuda, cuda_batch, directional
 from kvoffload.transfer.base import AllReady
 from kvoffload.transfer.cuda_driver import ORDER_ANY, ORDER_STREAM, CudaDevice, CudaDriver, MemcpyAttributes
 from kvoffload.transfer.directional import CpuGpuOffloadingHandlers
@@ -57,18 +57,46 @@ def test_copies_go_out_in_pieces_that_the_driver_survives(rig):
     )
     with rig.cuda.device.current() as driver:
         stream = rig.cuda.device.new_stream()
-        cuda.copy_descriptors(driver, descriptors, ORDER_STREAM, stream, 4)
+        cuda_batch.copy_descriptors(driver, descriptors, ORDER_STREAM, stream, 4)
         event = rig.cuda.device.new_event()
         driver.call("cuEventRecord", event, stream)
         driver.call("cuEventSynchronize", event)
     assert [arguments[0] for name, arguments in rig.fake.calls if name == "batch"] == [4, 4, 2]
     assert dst[::2].tolist() == src[::2].tolist()
-    assert cuda.MAX_BATCH == 8192
+    assert cuda_batch.MAX_BATCH == 8192
 
 
 def test_copies_of_no_bytes_are_left_out():
     descriptors = Descriptors(np.array([1, 2, 3]), np.array([4, 5, 6]), np.array([8, 0, 8]))
-    assert [column.tolist() for column in cuda.non_empty(descriptors)] == [[1, 3], [4, 6], [8, 8]]
+    assert [column.tolist() for column in cuda_batch.non_empty(descriptors)] == [[1, 3], [4, 6], [8, 8]]
+
+
+@pytest.mark.parametrize("host_is_source", [True, False])
+def test_no_copy_crosses_from_one_page_locked_piece_into_the_next(host_is_source):
+    host, device, sizes = np.array([1000, 2000, 2600]), np.array([50_000, 70_000, 90_000]), np.array([500, 600, 100])
+    cuts = [1000, 1500, 2100, 2300, 2700]
+    sides = (host, device) if host_is_source else (device, host)
+    cut = cuda_batch.cut_at(cuts, Descriptors(*sides, sizes), host_is_source=host_is_source)
+    host_side, device_side = (cut.src, cut.dst) if host_is_source else (cut.dst, cut.src)
+    assert host_side.tolist() == [1000, 2000, 2100, 2300, 2600]
+    assert device_side.tolist() == [50_000, 70_000, 70_100, 70_300, 90_000]
+    assert cut.sizes.tolist() == [500, 100, 200, 300, 100]
+    assert all(column.flags.c_contiguous and column.dtype == np.int64 for column in cut)
+
+
+def test_copies_are_cut_where_the_pinned_region_is(rig, monkeypatch):
+    """A run of neighbouring blocks is one copy, except over the end of a registration, which the driver refuses."""
+    host = rig.cpu[0]
+    first, middle = host.ctypes.data, host.ctypes.data + host.nbytes // 2
+    rig.fake.registered.update({first: middle - first, middle: middle - first})
+    blocks = list(range(len(host)))
+    with pytest.raises(TransferError, match="at descriptor 0"):
+        rig.stores.transfer_async(1, rig.specs(blocks, blocks), "host-visible")
+    monkeypatch.setattr(rig.stores._stream, "_cuts", [middle])
+    rig.store(blocks, blocks)
+    rig.drain(rig.stores)
+    assert (host == rig.gpu[0][: len(host)]).all()
+    rig.fake.registered.clear()
 
 
 def test_directions_have_streams_of_their_own_and_none_is_the_default_one(rig):
@@ -304,11 +332,19 @@ def test_memory_is_registered_in_pieces_that_end_at_rows_and_pages():
     unit = 3 * mmap.PAGESIZE  # of 96-byte rows and pages
     size, most = 5 * unit + 96, 2 * unit + 400
     pinned = PinnedRange(locker, 4096, size, row_bytes=96, max_piece_bytes=most, progress=lambda *a: seen.append(a))
+    assert pinned.cuts == list(locker.held)[1:]
     assert locker.log == [(4096, 2 * unit), (4096 + 2 * unit, 2 * unit), (4096 + 4 * unit, unit + 96)]
     assert seen == [(2 * unit, size), (4 * unit, size), (size, size)]
     pinned.close()
     pinned.close()
     assert locker.held == {}
+
+
+def test_streams_of_a_backend_know_where_its_pinned_pieces_end(rig):
+    rig.cuda._pinned.append(PinnedRange(Locker(), 4096, 40_000, row_bytes=4096, max_piece_bytes=12_288))
+    stream = rig.cuda.make_stream("stores", lambda: None)
+    assert list(stream._cuts) == [4096 + 12_288, 4096 + 24_576, 4096 + 36_864]
+    stream.shutdown(1.0)
 
 
 def test_registration_that_fails_half_way_leaves_nothing_registered(caplog):
