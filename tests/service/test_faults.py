@@ -7,7 +7,7 @@ import logging
 import threading
 
 import pytest
-from service.harness import BLOCK, ManualClock, Rig, chain, check_books, tokens
+from service.harness import BLOCK, ManualClock, Rig, chain, check_books, store_prefix, tokens
 
 import kvoffload as kv
 from kvoffload.transfer.scripted import ScriptedOffloadingHandler
@@ -390,3 +390,24 @@ async def test_hung_load_turns_later_loads_into_misses_and_lets_those_in_line_go
         assert await service.drain(1.0)
         assert not service.room.busy
     rig.check([0, 1, *range(10, 22)])
+
+
+async def test_memory_that_a_hung_copy_uses_is_not_released_by_closing(monkeypatch):
+    """A-H4, A-Y12: closing releases everything else, but neither the spec's memory nor the manager."""
+    rig = Rig()
+    service = rig.service()
+    await service.__aenter__()
+    await store_prefix(rig, service, [0, 1])
+    released = []
+    monkeypatch.setattr(rig.spec, "shutdown", lambda: released.append("spec"))
+    monkeypatch.setattr(rig.spec.cpu_manager, "shutdown", lambda: released.append("manager"))
+    rig.loads.hold()
+    async with service.request("r", service.chain(tokens(9)), gpu_blocks=[10, 11, 12], free=rig.free) as request:
+        load = asyncio.create_task(request.load())
+        await asyncio.sleep(0)
+        while not rig.loads.pending_jobs():
+            await asyncio.sleep(0)
+        with pytest.raises(kv.UndrainedCopies):
+            await service.aclose(0.0)
+        await load
+    assert released == []
