@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import shutil
 import sys
 import threading
@@ -73,7 +74,7 @@ class LiveTable:
         self._bold, self._plain = ("", "") if env.get("NO_COLOR") else ("\x1b[1m", "\x1b[0m")
         self._result = DriveResult()
         self._drawn = 0
-        self._writing = threading.Lock()
+        self._frames: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def advance(self, so_far: DriveResult) -> None:
         """Take note of the result so far; nothing is drawn."""
@@ -82,22 +83,26 @@ class LiveTable:
     @asynccontextmanager
     async def beside(self, service: OffloadService) -> AsyncIterator[None]:
         """Draw `service` and its requests while the block runs."""
+        writer = threading.Thread(target=self._write_all, name="kvoffload-live", daemon=True)
+        writer.start()  # once: the start of a thread waits for it, which a busy process makes long
         drawing = asyncio.get_running_loop().create_task(self._draw_often(service))
         try:
             yield
         finally:
             drawing.cancel()
             await asyncio.gather(drawing, return_exceptions=True)
-            await in_thread(lambda: self._write(self._wipe()), "kvoffload-live")
+            self._frames.put(self._wipe())
+            self._frames.put(None)
             self._drawn = 0
+            await in_thread(writer.join, "kvoffload-live-end")
 
     async def _draw_often(self, service: OffloadService) -> None:
         first = before = self._sample(service)
         while True:
             await asyncio.sleep(PERIOD_SECONDS)
             now = self._sample(service)
-            text = self.frame(first, before, now)
-            await in_thread(lambda text=text: self._write(text), "kvoffload-live")  # type: ignore[misc]
+            if self._frames.empty():  # a terminal that takes nothing gets no backlog
+                self._frames.put(self.frame(first, before, now))
             before = now
 
     def _sample(self, service: OffloadService) -> Sample:
@@ -158,10 +163,11 @@ class LiveTable:
     def _columns(self) -> int:
         return max(_LABEL + 1, shutil.get_terminal_size().columns - 1)
 
-    def _write(self, text: str) -> None:
-        with self._writing, suppress(OSError):  # when the terminal goes away, the run goes on
-            self._out.write(text)
-            self._out.flush()
+    def _write_all(self) -> None:
+        while (text := self._frames.get()) is not None:
+            with suppress(OSError):  # when the terminal goes away, the run goes on
+                self._out.write(text)
+                self._out.flush()
 
 
 def _bar(share: float) -> str:
