@@ -103,7 +103,7 @@ def _line(model: type[BaseModel], detail: ErrorDetails) -> str:
         return _unknown_key(key, model.model_fields)
     if kind == "missing":
         purpose = (model.model_fields[key].description or "").split("\n")[0]
-        return f"{key} is missing: {purpose}"
+        return f"{key} is missing: {purpose.rstrip('.')}"
     nested = detail.get("ctx", {}).get("error")
     if isinstance(nested, ConfigError):
         return f"{key}.{nested}" if key else str(nested)

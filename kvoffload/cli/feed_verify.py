@@ -44,8 +44,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(result))
     else:
-        for tier in ("gpu", "cpu"):
-            print(f"{tier}: {result['found'][tier]} of {result['expected'][tier]} tokens found")
+        if args.indexer:
+            for tier in ("gpu", "cpu"):
+                print(f"{tier}: {result['found'][tier]} of {result['expected'][tier]} tokens found")
+        else:
+            print("no consumer was asked (--indexer URL): only the feed's own settings were checked")
         for finding in result["findings"]:
             print(f"{finding['name']}: {finding['text']}")
         print("ok" if result["ok"] else "NOT ok")
@@ -77,7 +80,7 @@ def verify(args: argparse.Namespace) -> dict[str, Any]:
             found = _ask_until(indexer, asked, body, expected, args.wait)
         except IndexerError as error:
             problems = [Finding("indexer", str(error))]
-    missing = any(found[tier] < expected[tier] for tier in found)
+    missing = not problems and any(found[tier] < expected[tier] for tier in found)
     findings = diagnose(
         description,
         consumer=args.consumer,

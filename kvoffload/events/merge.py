@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 from kvoffload.events.lane import Lane
 from kvoffload.events.settings import tcp_port
 from kvoffload.events.subscriber import GapRecovered, Item, SourceReset, Subscription, Synced, Unrecoverable
-from kvoffload.events.wire import AllBlocksCleared, BlockRemoved, BlockStored
+from kvoffload.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Hash
 
 logger = logging.getLogger(__name__)
 
@@ -17,20 +18,27 @@ logger = logging.getLogger(__name__)
 class MergeReader:
     """Reads one engine's feed in a thread and hands each change to the publisher.
 
-    When the engine began a new life, or something was lost for good, its tiers are cleared and told anew: a block that
-    is missing costs a prefill, a ghost costs trust.
+    When the engine began a new life, or something was lost for good, what it holds is cleared and told anew: a block
+    that is missing costs a prefill, a ghost costs trust. Only its own share goes: what others hold of the same tier
+    (another merged engine, or the cache's own blocks in host memory) stays announced.
 
     Args:
         endpoint: The engine's feed.
         replay_endpoint: Its replay socket; None: losses cannot be recovered.
         hand_over: Takes work for every lane, in order.
+        alone: No other engine's feed is merged: its GPU tier is the whole GPU tier.
 
     Raises:
         ConfigError: An endpoint is none of ZeroMQ's.
     """
 
     def __init__(
-        self, endpoint: str, replay_endpoint: str | None, hand_over: Callable[[Callable[[Lane], object]], object]
+        self,
+        endpoint: str,
+        replay_endpoint: str | None,
+        hand_over: Callable[[Callable[[Lane], object]], object],
+        *,
+        alone: bool = True,
     ) -> None:
         for each in (endpoint, replay_endpoint):
             if each is not None:
@@ -40,7 +48,8 @@ class MergeReader:
         self.decode_errors = 0
         self._replay_endpoint = replay_endpoint
         self._hand_over = hand_over
-        self._media: set[str] = set()
+        self._alone = alone
+        self._held: dict[tuple[str, int], Counter[Hash]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvoffload-merge", daemon=True)
 
@@ -68,11 +77,15 @@ class MergeReader:
 
     def _take(self, item: Item) -> None:
         if isinstance(item, BlockStored):
-            self._media.add(item.medium or "GPU")
+            self._share(item.medium, item.group_idx).update(item.block_hashes)
             self._hand_over(lambda lane: lane.residency.engine_stored(item))
         elif isinstance(item, BlockRemoved):
-            group = 0 if item.group_idx is None else item.group_idx
-            self._hand_over(lambda lane: lane.residency.engine_removed(item.block_hashes, item.medium or "GPU", group))
+            share = self._share(item.medium, item.group_idx)
+            for name in item.block_hashes:
+                share[name] -= 1
+                if share[name] <= 0:
+                    del share[name]
+            self._remove(item.block_hashes, item.medium or "GPU", item.group_idx or 0)
         elif isinstance(item, AllBlocksCleared | SourceReset):
             self._clear()
         elif isinstance(item, GapRecovered):
@@ -84,10 +97,17 @@ class MergeReader:
         elif isinstance(item, Synced):
             logger.info("merged feed %s is synced at %d", self.endpoint, item.sequence)
 
-    def _clear(self) -> None:
-        for medium in sorted(self._media):
-            self._clear_medium(medium)
-        self._media.clear()
+    def _share(self, medium: str | None, group: int | None) -> Counter[Hash]:
+        """Return what the engine holds of one tier: how often it stored each block."""
+        return self._held.setdefault((medium or "GPU", group or 0), Counter())
 
-    def _clear_medium(self, medium: str) -> None:
-        self._hand_over(lambda lane: lane.residency.engine_cleared(medium))
+    def _remove(self, hashes: list[Hash], medium: str, group: int) -> None:
+        self._hand_over(lambda lane: lane.residency.engine_removed(hashes, medium, group))
+
+    def _clear(self) -> None:
+        held, self._held = self._held, {}
+        if self._alone and any(medium == "GPU" for medium, _ in held):
+            self._hand_over(lambda lane: lane.residency.engine_cleared("GPU"))
+        for (medium, group), share in held.items():
+            if share and not (self._alone and medium == "GPU"):
+                self._remove(list(share.elements()), medium, group)

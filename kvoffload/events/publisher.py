@@ -87,7 +87,7 @@ class FeedPublisher:
             )
         replays = [*config.merge_replay_from, *[None] * len(config.merge_from)]
         self._merged = [
-            MergeReader(endpoint, replay, self._command)
+            MergeReader(endpoint, replay, self._command, alone=len(config.merge_from) == 1)
             for endpoint, replay in zip(config.merge_from, replays, strict=False)
         ]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

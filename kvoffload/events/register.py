@@ -134,7 +134,8 @@ class DynamoIndexer:
             error.close()
             raise IndexerError(f"{self.url}{path}: {error.code} {text}") from error
         except (OSError, ValueError) as error:
-            raise IndexerError(f"{self.url}{path}: {error}") from error
+            why = getattr(error, "reason", None) or error
+            raise IndexerError(f"{self.url}{path}: no usable answer ({why}); does the indexer run there?") from error
 
 
 class AutoRegistration:
