@@ -57,9 +57,11 @@ class TransferError(KVOffloadError):
 
     Attributes:
         cuda_error: The CUDA driver's error code, where it came from there.
+        undefined_gpu_blocks: GPU blocks whose content the failed copy left undefined.
     """
 
     cuda_error: int | None = None
+    undefined_gpu_blocks: tuple[int, ...] = ()
 
 
 class ClosedError(KVOffloadError):

@@ -82,6 +82,8 @@ class DebugChecks(Checks):
         """Paint them."""
         if self._kv_caches is None:
             return
+        limit = self._kv_caches.num_blocks
+        blocks = [block for block in blocks if 0 <= block < limit]  # tables are padded with ids that are none
         for address, size in self._pages(blocks):
             ctypes.memset(address, PAINT, size)
         self._painted.update(blocks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvoffload.service.engine import OffloadEngine
 from kvoffload.service.waiting import Resolver, in_thread, wait_released
@@ -27,10 +27,10 @@ class Closing:
         self._detach = detach
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, timeout: float) -> None:
+    def start(self, timeout: float, interrupts: Sequence[Callable[[], None]]) -> None:
         """Begin; the rest runs as a task that callers of `wait` share."""
         self._engine.begin_close()
-        self._task = self._resolver.loop.create_task(self._run(timeout), name="kvoffload-close")
+        self._task = self._resolver.loop.create_task(self._run(timeout, interrupts), name="kvoffload-close")
         self._task.add_done_callback(self._done)
 
     async def wait(self) -> None:
@@ -38,8 +38,12 @@ class Closing:
         if self._task is not None:
             await asyncio.shield(self._task)
 
-    async def _run(self, timeout: float) -> None:
+    async def _run(self, timeout: float, interrupts: Sequence[Callable[[], None]]) -> None:
         engine = self._engine
+        for number, interrupt in enumerate(interrupts, 1):
+            interrupt()
+            if not number % 32:
+                await asyncio.sleep(0)
         await wait_released(self._resolver, engine.unreleased_jobs(), timeout)
         await in_thread(engine.stop_handlers, "kvoffload-close")
         engine.settle_close()

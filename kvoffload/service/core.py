@@ -218,6 +218,7 @@ class Core:
 
     def forget_all_writing(self) -> None:
         """A reset overtook every store: who waits for its keys need not wait for its copy."""
+        self.history.note(list(self.writing), "reset", self.clock())
         jobs = set(self.writing.values())
         self.writing.clear()
         for job in jobs:

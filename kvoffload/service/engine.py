@@ -8,6 +8,7 @@ raises.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -190,7 +191,7 @@ class OffloadEngine(EngineLife):
         """Block until none of `jobs` can touch its GPU blocks, or `timeout` seconds passed; return what finished."""
         self.check()
         check_timeout(timeout)
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
         wanted = set(jobs)
         done: list[JobDone] = list(self.poll())
         while (left := deadline - time.monotonic()) > 0 and wanted & {job.id for job in self._board.unended_jobs()}:
@@ -255,6 +256,7 @@ class OffloadEngine(EngineLife):
         dropped = self._core.manager.discard(keys)
         if dropped:
             invalid = set(keys)
+            self._core.history.note([key for key in keys if key in self._core.writing], "discarded", self._core.clock())
             for job in self.unreleased_jobs():
                 job.discarded |= invalid.intersection(job.keys)
         self._core.flush_events(cause="discarded")

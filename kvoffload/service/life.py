@@ -7,6 +7,7 @@ cache (slow), and say what could not be closed in order.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import threading
@@ -256,7 +257,7 @@ class EngineLife(ABC):
         self.check()
         check_timeout(timeout)
         self.begin_close()
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
         while not self._board.idle and (left := deadline - time.monotonic()) > 0:
             self._sleep_until_news(left)
             self._poll()

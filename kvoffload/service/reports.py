@@ -16,9 +16,13 @@ def explain(core: Core, per_group: Sequence[Sequence[OffloadKey]]) -> list[Block
     now = core.clock()
     reports = []
     for group_idx, group in enumerate(core.geometry.groups):
+        reachable = True
         for index, key in enumerate(per_group[group_idx]):
             found = core.manager.match([key])
             state, age = "ready" if found.ready else "pending", None
+            if not reachable and found.ready:
+                state = "unreachable"
+            reachable = reachable and bool(found.ready or found.pending)
             if not found.ready and not found.pending:
                 fate = core.history.fate(key)
                 state, age = (fate[0], now - fate[1]) if fate else ("never offered", None)

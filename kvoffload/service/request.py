@@ -35,6 +35,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class _Starting:
+    """A load whose copy was not submitted yet, and where it would write."""
+
+    __slots__ = ("tables", "taken_back")
+
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+        self.taken_back = False
+
+
 class OffloadRequest:
     """Owner of every pin, job and GPU block of one request.
 
@@ -72,6 +82,7 @@ class OffloadRequest:
         self._state: RequestState | None = None
         self._left = False
         self._waits: set[Wait] = set()
+        self._starting: set[_Starting] = set()
 
     async def __aenter__(self) -> Self:
         self._service.check_open()
@@ -192,11 +203,19 @@ class OffloadRequest:
         check_ready(after, "after")
         check_timeout(timeout)
         ledger, began = self.engine.ledger, self._service.clock()
+        starting = _Starting(tables)
+
+        def refused() -> LoadResult | None:
+            return LoadResult(LoadOutcome.MISS, reason="aborted") if starting.taken_back else stop()
+
+        self._starting.add(starting)
         try:
-            result = await self._load_tables(tables, first, max_tokens, timeout, after, stop)
+            result = await self._load_tables(tables, first, max_tokens, timeout, after, refused)
         except asyncio.CancelledError:
             ledger.cancelled()
             raise
+        finally:
+            self._starting.discard(starting)
         ledger.answered(result, self._service.clock() - began)
         return result
 
@@ -252,7 +271,9 @@ class OffloadRequest:
         result = job.result
         if isinstance(result, LoadResult):
             if result.reason == "unhealthy" and not service.config.fail_open:
-                raise TransferError("the service is unhealthy") from result.error
+                error = TransferError("the service is unhealthy")
+                error.undefined_gpu_blocks = tuple(result.undefined_gpu_blocks)
+                raise error from result.error
             return result
         reason = "aborted" if state.over else "timeout"
         return LoadResult(LoadOutcome.FAILED, undefined_gpu_blocks=tuple(job.gpu_blocks), reason=reason)
@@ -368,7 +389,7 @@ class OffloadRequest:
 
     def abort(self) -> None:
         """Do nothing new for this request; waiting calls end. Idempotent, in any state."""
-        if self._state is not None and not self._left:
+        if self._state is not None and not self._left and not self.engine.closed:
             self.engine.abort(self.id)
             self.interrupt()
 
@@ -378,4 +399,7 @@ class OffloadRequest:
         For blocks that the caller took out of `gpu_blocks`: blocks that stay in it go to `free` as well.
         """
         check_free(callback, "callback")
+        for starting in self._starting:  # a load that still waits for its turn must not write to them later
+            if any(not set(table).isdisjoint(blocks) for table in starting.tables):
+                starting.taken_back = True
         self.engine.give_back(blocks, callback)

@@ -125,8 +125,8 @@ class BlockReport:
     Attributes:
         first_block: Its first engine block.
         group: Its KV-cache group.
-        state: `ready`, `pending`, `evicted`, `filtered`, `rejected`, `failed`, `reset`, `discarded` or
-            `never offered`.
+        state: `ready`, `pending`, `unreachable` (held, but a block before it is not), `evicted`, `filtered`,
+            `rejected`, `failed`, `reset`, `discarded` or `never offered`.
         seconds_ago: Age of that state, where it is remembered.
     """
 

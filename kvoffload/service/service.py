@@ -133,9 +133,7 @@ class OffloadService:
             self._check_thread()
             check_timeout(timeout)
             self._closing = Closing(self.engine, self.resolver, self._detach)
-            self._closing.start(timeout)
-            for request in list(self._open.values()):
-                request.interrupt()
+            self._closing.start(timeout, [request.interrupt for request in self._open.values()])
         await self._closing.wait()
 
     def _detach(self) -> None:

@@ -113,7 +113,7 @@ class StoreDesk:
         core, geometry = self._core, self._core.geometry
         job = Job(core.new_id(), request.context.req_id or "", "store", request.context, generation=core.generation)
         offered = sum(count * group.factor for count, group in zip(counts, geometry.groups, strict=True))
-        refusal = self._refusal(request, counts)
+        refusal = self._refusal(request, starts, counts)
         if refusal is not None or not offered or not request.context.store:
             verdict = StoreResult(rejected=offered, reason=refusal) if refusal and offered else StoreResult()
             if refusal and offered:
@@ -130,7 +130,7 @@ class StoreDesk:
             return self._answer(job, StoreResult(rejected=offered, reason=why, error=core.fault))
         return self._reserve(request, job, tables, starts, tried, out, offered - tried_blocks, ready)
 
-    def _refusal(self, request: RequestState, counts: Sequence[int]) -> StoreReason | None:
+    def _refusal(self, request: RequestState, starts: Sequence[int], counts: Sequence[int]) -> StoreReason | None:
         core = self._core
         if core.fault is not None or core.absent is not None:
             return "unhealthy"
@@ -145,10 +145,17 @@ class StoreDesk:
         if self._board.num_running("store") >= self._max_inflight_jobs:
             return "backpressure"
         pending = self._board.inflight_bytes["store"] + self._queued_bytes
-        size = core.geometry.num_bytes(
-            [count * group.factor for count, group in zip(counts, core.geometry.groups, strict=True)]
-        )
-        return "backpressure" if pending and pending + size > self._max_inflight_bytes else None
+        if not pending or pending + self._size(counts) <= self._max_inflight_bytes:
+            return None
+        fresh = []  # what is held already moves no bytes
+        for group_idx, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            keys = request.chain.keys(group_idx)[start : start + count]
+            fresh.append(len(keys) - len(core.manager.held(keys)))
+        return "backpressure" if any(fresh) and pending + self._size(fresh) > self._max_inflight_bytes else None
+
+    def _size(self, counts: Sequence[int]) -> int:
+        geometry = self._core.geometry
+        return geometry.num_bytes([count * group.factor for count, group in zip(counts, geometry.groups, strict=True)])
 
     def _keys(self, request: RequestState, starts: Sequence[int], counts: Sequence[int]) -> list[OffloadKey]:
         keys: list[OffloadKey] = []
@@ -318,7 +325,7 @@ class StoreDesk:
         core = self._core
         self._queued_bytes -= job.num_bytes
         core.manager.abandon(job.ticket)
-        core.history.note(job.keys, "rejected", core.clock())
+        core.history.note(job.keys, "reset" if reason == "reset" else "rejected", core.clock())
         core.forget_writing(job)
         verdict = job.verdict or StoreResult()
         job.result = replace(verdict, stored=0, rejected=verdict.rejected + verdict.stored, reason=reason)
