@@ -20,7 +20,8 @@ import zmq
 from kvoffload.cli.feed import add_replay_argument
 from kvoffload.events.client import NoAnswer, ReplayClient
 from kvoffload.events.register import DynamoIndexer, IndexerError, registration
-from kvoffload.events.settings import PRESETS
+from kvoffload.events.settings import PRESETS, reachable
+from kvoffload.events.snippets import host_of
 from kvoffload.events.verify import Finding, Probe, diagnose, probes
 
 
@@ -126,7 +127,8 @@ def _instance(args: argparse.Namespace, description: dict[str, Any], workers: li
     """Return the given instance, or the one that is registered with the feed's endpoint."""
     if args.instance is not None:
         return int(args.instance)
+    bound = reachable(description["endpoint"], host_of(args.replay))
     for worker in workers:
-        if description["endpoint"] in (worker.get("endpoints") or {}).values():
+        if bound in (worker.get("endpoints") or {}).values():
             return int(worker["instance_id"])
     return None

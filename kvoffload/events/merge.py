@@ -81,11 +81,16 @@ class MergeReader:
             self._hand_over(lambda lane: lane.residency.engine_stored(item))
         elif isinstance(item, BlockRemoved):
             share = self._share(item.medium, item.group_idx)
+            told = []
             for name in item.block_hashes:
+                if name not in share:
+                    continue  # never told, or cleared since: another holder's block is not this engine's to remove
+                told.append(name)
                 share[name] -= 1
                 if share[name] <= 0:
                     del share[name]
-            self._remove(item.block_hashes, item.medium or "GPU", item.group_idx or 0)
+            if told:
+                self._remove(told, item.medium or "GPU", item.group_idx or 0)
         elif isinstance(item, AllBlocksCleared | SourceReset):
             self._clear()
         elif isinstance(item, GapRecovered):

@@ -113,6 +113,7 @@ class FeedPublisher:
         self._closed = False
         self._stopping = threading.Event()
         self._sent_at = monotonic()
+        self._beat_at = [self._sent_at] * len(self.lanes)
         self._server = ReplayServer(self.lanes, self._describe_lane, self._tick)
         self._thread = threading.Thread(target=self._run, name="kvoffload-feed", daemon=True)
         self._registration: AutoRegistration | None = None
@@ -139,7 +140,8 @@ class FeedPublisher:
             reader.start()
         if self.config.indexer is not None:
             host = address_towards(self.config.indexer)
-            bodies = [registration(dialled(self._describe_lane(lane), host)) for lane in self.lanes]
+            meant = [lane for lane in self.lanes if "dynamo" in lane.settings.consumers] or self.lanes
+            bodies = [registration(dialled(self._describe_lane(meant[0]), host))]  # one slot, one feed
             self._registration = AutoRegistration(self.config.indexer, bodies)
             self._registration.start()
 
@@ -332,7 +334,7 @@ class FeedPublisher:
     def _process(self, items: list[_Command | _Publication]) -> None:
         now = self._monotonic()
         sent = False
-        for lane in self.lanes:
+        for index, lane in enumerate(self.lanes):
             with lane.lock:
                 for item in items:
                     self._apply(lane, item)
@@ -341,7 +343,8 @@ class FeedPublisher:
                 batches = lane.journal.take_sealed()
             self._warn_withheld(lane)
             lane.send(batches)
-            sent = sent or bool(batches)
+            if batches:
+                sent, self._beat_at[index] = True, now
         fold = self._take_fold()
         if fold is not None:
             for lane in self.lanes:
@@ -350,12 +353,14 @@ class FeedPublisher:
                     fold.apply(lane.residency)
                     lane.journal.seal(empty=True)
                     lane.journal.take_sealed()
+        if fold is not None:
+            self._beat_at = [now] * len(self.lanes)
         if sent or fold is not None:
             self._sent_at = now
         heartbeat = self.config.heartbeat_seconds
-        if heartbeat and now - self._sent_at >= heartbeat * 0.99:
-            self._sent_at = now
-            for lane in self.lanes:
+        for index, lane in enumerate(self.lanes):
+            if heartbeat and now - self._beat_at[index] >= heartbeat * 0.99:
+                self._beat_at[index] = self._sent_at = now
                 with lane.lock:
                     lane.journal.seal(empty=True)
                     batches = lane.journal.take_sealed()

@@ -89,7 +89,17 @@ class DynamoIndexer:
         Raises:
             IndexerError: It refuses or cannot be reached.
         """
-        self.unregister(body["instance_id"], body["model_name"])
+        instance, model, slot = body["instance_id"], body["model_name"], str(body["dp_rank"])
+        slots = {
+            str(each)
+            for worker in self.workers()
+            if worker.get("instance_id") == instance and worker.get("model_name") == model
+            for each in worker.get("endpoints") or {}
+        }
+        if slot in slots or not slots:  # Dynamo 1.6 removes all slots at once: a free one is taken without that
+            self.unregister(instance, model)
+            for other in sorted(slots - {slot}):
+                logger.warning("slot %s of instance %s is no longer registered: register it again", other, instance)
         self._call("/register", body)
 
     def unregister(self, instance: int, model: str) -> bool:

@@ -54,6 +54,12 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 )
 
 
+_FOR_ALL = frozenset(
+    {"batch_window_seconds", "heartbeat_seconds", "indexer", "max_queue_size", "merge_from", "merge_replay_from"}
+)
+"""Settings of the publisher as a whole, not of one endpoint."""
+
+
 @dataclass(frozen=True, slots=True)
 class EndpointSettings:
     """Everything that one endpoint needs to know."""
@@ -83,6 +89,12 @@ def resolve(config: EventsConfig, *, model_name: str | None, instance_id: str) -
     Raises:
         ConfigError: Presets that exclude each other, a topic that a consumer refuses, or ports of ranks that overlap.
     """
+    for other in config.also:
+        idle = sorted(_FOR_ALL & other.model_fields_set)
+        if idle:
+            raise ConfigError(
+                f"{', '.join(idle)} below `also` would have no effect: set it beside `also`, for all lanes"
+            )
     return [_resolve_one(config, model_name, instance_id)] + [
         item for other in config.also for item in resolve(other, model_name=model_name, instance_id=instance_id)
     ]

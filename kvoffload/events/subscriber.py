@@ -171,8 +171,13 @@ class Subscription:
             if self._new_life():
                 yield from self._start_over("the publisher began a new life")
                 return
+            if self._forgotten(expected):  # a replay might leave dead blocks, a snapshot does not
+                yield from self._start_over("the publisher forgot some removals of the gap")
+                return
             first: int | None = None
             for number, payload in self._client.replay(expected):
+                if first is None and self.description is None and number > expected:
+                    yield Unrecoverable(f"numbers {expected} to {number - 1} are older than the publisher's replay")
                 first = number if first is None else first
                 if number >= self.sequence + 1:
                     yield from self._decode(payload)
@@ -181,12 +186,16 @@ class Subscription:
             yield from self._start_over(str(error))
             return
         if self.description is None and (first is None or first > expected):
-            yield Unrecoverable(
-                f"numbers {expected} to {(first or sequence) - 1} are older than the publisher's replay"
-            )
+            if first is None:
+                yield Unrecoverable(f"numbers {expected} to {sequence - 1} are older than the publisher's replay")
             self._expected = max(self.sequence + 1, sequence)
             return
         yield GapRecovered(sequence - expected)
+
+    def _forgotten(self, sequence: int) -> bool:
+        """The publisher may have discarded removals since that number."""
+        told = self.description
+        return bool(told and sequence < told["oldest_sequence"] and told["limits"]["tombstones_discarded"])
 
     def _doubt(self) -> Iterator[Item]:
         """After some silence of a publisher that beats, ask whether something was missed."""

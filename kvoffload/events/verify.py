@@ -9,7 +9,7 @@ from typing import Any
 
 from kvoffload.events.settings import PRESETS, is_loopback, tcp_port
 from kvoffload.events.snippets import host_of
-from kvoffload.events.wire import BlockStored, Hash, decode_batch
+from kvoffload.events.wire import BlockRemoved, BlockStored, Hash, decode_batch
 
 _LOCAL_HOSTS = {"127.0.0.1", "localhost", "::1"}
 
@@ -38,6 +38,10 @@ def probes(payloads: Sequence[bytes], limit: int) -> tuple[list[Probe], int]:
     special = 0
     for payload in payloads:
         for event in decode_batch(payload).events:
+            if isinstance(event, BlockRemoved) and event.group_idx in (None, 0):
+                for name in event.block_hashes:  # a dead parent, told only so that its children can be placed
+                    media.get(name, set()).discard(event.medium or "GPU")
+                continue
             if not isinstance(event, BlockStored) or event.group_idx not in (None, 0):
                 continue
             if event.lora_name is not None or any(event.extra_keys or ()):
@@ -58,6 +62,10 @@ def probes(payloads: Sequence[bytes], limit: int) -> tuple[list[Probe], int]:
             current = blocks[current][0]
         if current is None:
             chain.reverse()
+            held = next((i for i, each in enumerate(chain) if not media[each]), len(chain))
+            if not held:
+                continue
+            chain = chain[:held]
             size = len(blocks[leaf][1])
             on_gpu = next((i for i, each in enumerate(chain) if "GPU" not in media[each]), len(chain))
             tokens = tuple(token for each in chain for token in blocks[each][1])
@@ -116,6 +124,10 @@ def _feed_findings(description: Mapping[str, Any], consumer: str, indexer_url: s
         )
     elif consumer == "dynamo" and description["hash_mode"] != "uint64":
         findings.append(Finding("profile", "dynamo refuses hashes as bytes: use hash_mode 'uint64'"))
+    if preset.contiguity == "strict" and description["contiguity"] != "strict":
+        findings.append(
+            Finding("contiguity", f"{consumer} needs every number of a replay: use consumer {consumer!r} or 'strict'")
+        )
     if preset.pod_topic and not re.fullmatch(r"kv@[^@]+@[^@]+", topic):
         findings.append(Finding("topic", f"{consumer} needs the topic kv@<pod>@<model>, got {topic!r}"))
     if preset.empty_topic and topic:

@@ -165,4 +165,7 @@ def _events(given: Any, config: OffloadingConfig) -> Any:  # noqa: ANN401 - chec
     events: dict[str, Any] = {"dp_rank": config.parallel.data_parallel_index}
     if config.enable_kv_cache_events and not (isinstance(given, Mapping) and given.get("merge_from")):
         events["sole_publisher"] = False
-    return {**events, **given} if isinstance(given, Mapping) else EventsConfig(**events) if given is True else given
+    if isinstance(given, Mapping):
+        also = [{**events, **each} if isinstance(each, Mapping) else each for each in given.get("also", ())]
+        return {**events, **given, **({"also": also} if also else {})}
+    return EventsConfig(**events) if given is True else given

@@ -182,7 +182,7 @@ def test_verify_names_a_loopback_endpoint(capsys, indexer):
 def test_verify_names_a_wrong_topic_and_a_wrong_profile(name, consumer, options, capsys):
     with publisher("vllm", **options) as feed:
         _, out = feed_command(capsys, "verify", "--for", consumer, "--replay", feed.replay_endpoints[0], "--json")
-        assert names_of(json.loads(out)) == [name]
+        assert name in names_of(json.loads(out))
 
 
 def test_verify_names_salted_blocks_without_extra_keys(indexer, instance, capsys):

@@ -1,6 +1,9 @@
 """What several feeds merged into one hold, when one of them is cleared."""
 
-from feedkit import Reader, apply, chain, names, publisher, stored, wait_for
+from feedkit import BLOCK, Reader, apply, chain, names, publisher, stored, wait_for
+
+from kvoffload.events.merge import MergeReader
+from kvoffload.events.wire import BlockRemoved, BlockStored
 
 
 def follow(reader: Reader, index: set, expected: set) -> None:
@@ -51,6 +54,21 @@ def test_a_removal_before_a_clear_is_not_removed_twice():
         follow(reader, index, names(first, medium="GPU") | names(second, 0, 2, medium="GPU") | names(own))
         two.gpu_cleared()
         follow(reader, index, names(first, medium="GPU") | names(own))
+
+
+def test_an_engine_that_removes_what_it_never_told_takes_nothing_from_another():
+    blocks = chain(1, 2)
+    hashes = [int.from_bytes(name[-8:], "big") for name in blocks.block_hashes()]
+    with publisher() as feed:
+        first = MergeReader("tcp://127.0.0.1:1", None, feed._command, alone=False)
+        second = MergeReader("tcp://127.0.0.1:2", None, feed._command, alone=False)
+        second._take(BlockStored(list(hashes), None, list(blocks.token_ids), BLOCK, None, "GPU", None))
+        first._take(BlockRemoved(list(hashes), "GPU"))
+        assert feed.flush()
+        assert len(feed.lanes[0].journal) == 2
+        second._take(BlockRemoved(list(hashes), "GPU"))
+        assert feed.flush()
+        assert len(feed.lanes[0].journal) == 0
 
 
 def test_the_only_merged_engine_clears_its_tier_and_what_the_cache_holds_is_told_again():

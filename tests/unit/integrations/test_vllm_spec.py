@@ -81,6 +81,13 @@ def test_with_the_engines_events_alone_vllm_publishes(adapter, config):
     assert isinstance(spec.get_manager().feed, VllmFeed)
 
 
+def test_every_endpoint_of_a_feed_knows_the_rank_and_that_it_is_not_the_only_publisher(adapter, config):
+    events = {"also": [{"endpoint": "tcp://*:5560", "replay_endpoint": None, "consumer": "aibrix"}]}
+    spec = adapter.KVOffloadSpec(config({"cpu_bytes_to_use": 1 << 20, "events": events}, rank=3, engine_feed=True))
+    (other,) = spec.offload.events.also
+    assert (other.sole_publisher, other.dp_rank) == (False, 3)
+
+
 @pytest.mark.parametrize(
     ("engine_feed", "merge_from", "sole"),
     [(False, (), True), (True, (), False), (True, ("tcp://127.0.0.1:5557",), True)],

@@ -31,9 +31,14 @@ def test_everything_but_gpu_handlers_works_without_torch_and_cuda():
         print(len(handlers))
         for handler in handlers:
             handler.shutdown()
+        import kvoffload.metrics.exposition
+        from kvoffload.events.publisher import FeedPublisher
+        feed = FeedPublisher(kvoffload.EventsConfig(endpoint="tcp://127.0.0.1:0"), instance_id="pod")
+        feed.start()
+        print(feed.close(10))
     """)
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.split() == ["8192", "2"]
+    assert out.split() == ["8192", "2", "True"]
 
 
 def test_handlers_for_a_missing_device_are_refused_at_the_call():

@@ -1,0 +1,142 @@
+"""What an operator of several feeds, slots and consumers is told, and what registrations touch."""
+
+import argparse
+import time
+
+import pytest
+from feedkit import Reader, chain, names, publisher, removed, stored
+
+from kvoffload.cli import feed_verify
+from kvoffload.config import EventsConfig
+from kvoffload.errors import ConfigError
+from kvoffload.events import publisher as publisher_module
+from kvoffload.events.register import DynamoIndexer
+from kvoffload.events.replay import snapshot_payloads
+from kvoffload.events.settings import resolve
+from kvoffload.events.verify import diagnose, probes
+from kvoffload.events.wire import BlockRemoved, decode_batch
+from kvoffload.manager.base import ReqContext
+from kvoffload.manager.cpu import CPUOffloadingManager
+
+QUIET = {"endpoint": "tcp://127.0.0.1:0", "replay_endpoint": None, "start_announcement": False}
+
+
+class Indexer(DynamoIndexer):
+    """Answers as Dynamo does, without a socket; `/unregister` removes every slot of an instance."""
+
+    def __init__(self, *slots):
+        super().__init__("http://indexer")
+        self.slots, self.unregistered = set(slots), 0
+
+    def _call(self, path, body=None):
+        if path == "/workers":
+            return [{"instance_id": 7, "model_name": "m", "endpoints": dict.fromkeys(self.slots, "tcp://e")}]
+        if path == "/unregister":
+            self.unregistered += 1
+            self.slots.clear()
+        else:
+            self.slots.add(str(body["dp_rank"]))
+        return None
+
+
+@pytest.mark.parametrize(("before", "unregistered"), [({"0"}, 0), (set(), 1), ({"1"}, 1)])
+def test_a_free_slot_is_taken_without_touching_the_engines_own(before, unregistered):
+    indexer = Indexer(*before)
+    indexer.register({"instance_id": 7, "model_name": "m", "dp_rank": 1})
+    assert indexer.slots == before | {"1"}
+    assert indexer.unregistered == unregistered
+
+
+def test_registering_a_taken_slot_says_which_others_must_register_again(caplog):
+    indexer = Indexer("0", "1")
+    indexer.register({"instance_id": 7, "model_name": "m", "dp_rank": 1})
+    assert "slot 0 of instance 7 is no longer registered" in caplog.text
+
+
+def test_only_the_feed_meant_for_dynamo_registers_with_it(monkeypatch):
+    seen = []
+
+    class Registration:
+        def __init__(self, url, bodies):
+            seen.extend(bodies)
+
+        def start(self): ...
+
+        def stop(self, *_): ...
+
+        close = stop
+
+    monkeypatch.setattr(publisher_module, "AutoRegistration", Registration)
+    with publisher(
+        model_name="m", consumer=["dynamo"], indexer="http://127.0.0.1:9", also=[{**QUIET, "consumer": "aibrix"}]
+    ) as feed:
+        assert [body["endpoint"] for body in seen] == [feed.endpoints[0]]
+
+
+def test_a_snapshots_dead_parent_is_not_expected_of_the_consumer():
+    blocks = chain(1, 3)
+    with publisher() as feed:
+        feed.publish(*stored(blocks))
+        feed.publish(*removed(blocks, 0, 1))
+        assert feed.flush()
+        lane = feed.lanes[0]
+        with lane.lock:
+            cut = lane.journal.cut(lane.journal.first)
+        assert probes(list(snapshot_payloads(cut, lane)), 5)[0] == []
+
+
+def test_a_silent_lane_beats_while_another_is_busy():
+    with publisher(also=[{**QUIET, "media": ["GPU"]}], heartbeat_seconds=0.05) as feed:
+        silent, seed = feed.lanes[1].journal, 0
+        before = silent.next
+        deadline = time.monotonic() + 10
+        while silent.next < before + 3 and time.monotonic() < deadline:
+            seed += 1
+            feed.publish(*stored(chain(seed, 1)))
+            time.sleep(0.01)
+        assert silent.next >= before + 3
+
+
+@pytest.mark.parametrize("consumer", ["llm-d", "vllm-router"])
+def test_a_consumer_that_stops_at_a_hole_is_not_given_a_relaxed_feed(consumer):
+    with publisher() as feed:
+        description = feed._describe_lane(feed.lanes[0])
+        assert "contiguity" in {finding.name for finding in diagnose(description, consumer=consumer)}
+        strict = {**description, "contiguity": "strict"}
+        assert "contiguity" not in {finding.name for finding in diagnose(strict, consumer=consumer)}
+
+
+def test_a_setting_that_has_no_effect_on_one_lane_is_refused():
+    config = EventsConfig(endpoint="tcp://*:5557", also=[{**QUIET, "heartbeat_seconds": 2.0}])
+    with pytest.raises(ConfigError, match="heartbeat_seconds below `also` would have no effect"):
+        resolve(config, model_name="m", instance_id="pod")
+
+
+def test_the_instance_behind_a_wildcard_is_found_by_the_host_that_was_asked():
+    args = argparse.Namespace(instance=None, replay="tcp://10.0.0.7:5558")
+    workers = [{"instance_id": 7, "endpoints": {"0": "tcp://10.0.0.7:5557"}}]
+    assert feed_verify._instance(args, {"endpoint": "tcp://0.0.0.0:5557"}, workers) == 7
+
+
+def test_lookups_are_silent_and_a_reset_of_the_manager_empties_the_consumer_within_a_second():
+    """A-E4, with the manager's own events."""
+    blocks = chain(1, 200)
+    keys = list(blocks.keys())
+    manager, context = CPUOffloadingManager(256, enable_events=True), ReqContext()
+    with publisher(batch_window_seconds=0.05) as feed, Reader(feed) as reader:
+        output = manager.prepare_store(keys, context)
+        manager.complete_store(output.keys_to_store, ticket=output.ticket)
+        feed.publish(manager.take_events(), {key: blocks.info(i) for i, key in enumerate(keys)})
+        (event, *rest) = decode_batch(reader.next()[2]).events
+        assert {name for each in (event, *rest) for name in each.block_hashes} == {n for _, n in names(blocks)}
+        for key in keys[:100]:
+            assert manager.lookup(key, context) is True
+        feed.publish(manager.take_events(), {})
+        assert reader.silent(0.2)
+        before = time.monotonic()
+        manager.reset_cache()
+        feed.publish(manager.take_events(), {})
+        gone = list(decode_batch(reader.next(1.0)[2]).events)
+        assert time.monotonic() - before < 1.0
+        assert all(isinstance(each, BlockRemoved) and each.medium == "CPU" for each in gone)
+        assert {name for each in gone for name in each.block_hashes} == {n for _, n in names(blocks)}
