@@ -10,6 +10,18 @@ import numpy.typing as npt
 from kvoffload.errors import UsageError
 
 
+def check_block_count(name: str, count: int) -> None:
+    """Refuse what is no number of blocks, under the name that the caller knows it by; numpy's integers are taken, too.
+
+    Raises:
+        UsageError: It is no whole number, or negative.
+    """
+    if isinstance(count, bool) or not hasattr(count, "__index__"):
+        raise UsageError(f"{name} must be a whole number, got {count!r}")
+    if count < 0:
+        raise UsageError(f"{name} must not be negative, got {count}")
+
+
 class BlockPool:
     """Hands out block ids `0 .. num_blocks - 1`: never used ones first, in order, then the last one freed.
 
@@ -20,10 +32,7 @@ class BlockPool:
     __slots__ = ("_freed", "_fresh", "num_blocks")
 
     def __init__(self, num_blocks: int) -> None:
-        if isinstance(num_blocks, bool) or not hasattr(num_blocks, "__index__"):  # numpy's integers are taken, too
-            raise UsageError(f"num_blocks must be a whole number, got {num_blocks!r}")
-        if num_blocks < 0:
-            raise UsageError(f"num_blocks must not be negative, got {num_blocks}")
+        check_block_count("num_blocks", num_blocks)
         self.num_blocks = num_blocks
         self._fresh = 0
         self._freed: list[int] = []

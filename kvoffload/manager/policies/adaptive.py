@@ -27,6 +27,7 @@ import numpy as np
 
 from kvoffload.keys import OffloadKey
 from kvoffload.manager.base import ReqContext, RequestOutcome
+from kvoffload.manager.block_pool import check_block_count
 from kvoffload.manager.block_table import BlockTable, Ids
 from kvoffload.manager.policies.adaptive_eviction import EvictionOrder
 from kvoffload.manager.policies.adaptive_guard import LRUGuard, ShadowLRU
@@ -61,9 +62,13 @@ class AdaptiveCachePolicy(IndexedPolicy):
 
     Attributes:
         blocks: Held keys with their status: a view.
+
+    Raises:
+        UsageError: `cache_capacity` is no number of blocks.
     """
 
     def __init__(self, cache_capacity: int) -> None:
+        check_block_count("cache_capacity", cache_capacity)
         self._reuse = ReuseTable()
         max_ghosts = max(_MIN_GHOSTS, _GHOSTS_PER_BLOCK * cache_capacity)
         self._tree = RadixTree(self._reuse.get((FIRST_TURN, 0, 0, 0)), self._place, max_ghosts)

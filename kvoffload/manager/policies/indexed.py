@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.keys import OffloadKey
+from kvoffload.manager.block_pool import check_block_count
 from kvoffload.manager.block_table import BlockTable, Ids
 from kvoffload.manager.policies.base import BlockStatus, CachePolicy
 
@@ -105,11 +106,15 @@ class IndexedPolicy(CachePolicy):
 
     Attributes:
         table: The blocks; the manager's after `bind`.
+
+    Raises:
+        UsageError: `cache_capacity` is no number of blocks.
     """
 
     table: BlockTable
 
     def __init__(self, cache_capacity: int) -> None:
+        check_block_count("cache_capacity", cache_capacity)
         self.cache_capacity = cache_capacity
         self._statuses: dict[int, BlockStatus] = {}
         self._free: list[int] = []

@@ -10,6 +10,8 @@ from kvoffload.errors import UsageError
 from kvoffload.manager.base import Match, ReqContext, RequestOutcome
 from kvoffload.manager.cpu import CPUOffloadingManager
 from kvoffload.manager.policies.base import BlockStatus, CachePolicy
+from kvoffload.manager.policies.lru import LRUCachePolicy
+from kvoffload.manager.policies.registry import load_policy
 
 CTX = ReqContext()
 A, B, C = b"A", b"B", b"C"
@@ -518,3 +520,37 @@ def test_hooks_tell_a_policy_what_it_needs_to_know(make):
     ]  # fmt: skip
     assert s.stats().policy == {"told": 6}
     assert s.stats().filtered == 1
+
+
+# ---- constructors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((1.5,), "num_blocks"),
+        ((None,), "num_blocks"),
+        ((True,), "num_blocks"),
+        ((-1,), "num_blocks"),
+        ((4, None), "cache_policy"),
+        ((4, int), "cache_policy"),
+        ((4, LRUCachePolicy(4)), "cache_policy"),
+        ((4, "lru", "yes"), "enable_events"),
+        ((4, "lru", None), "enable_events"),
+    ],
+)
+def test_argument_of_a_wrong_kind_is_a_typed_error_that_names_it(arguments, named):
+    with pytest.raises(UsageError, match=named):
+        CPUOffloadingManager(*arguments)
+
+
+@pytest.mark.parametrize("tokens", [0, -16, 1.5, "16", True])
+def test_block_tokens_must_be_a_positive_whole_number(tokens):
+    with pytest.raises(UsageError, match="block_tokens"):
+        CPUOffloadingManager(4, "adaptive", block_tokens=tokens)
+
+
+@pytest.mark.parametrize("capacity", [1.5, None, "4", -1, True])
+def test_policy_capacity_that_is_no_number_of_blocks_is_a_typed_error(policy, capacity):
+    with pytest.raises(UsageError, match="cache_capacity"):
+        load_policy(policy)(cache_capacity=capacity)
