@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from kvoffload.cli.bench_manager import fill, make_keys
+from kvoffload.cli.bench_manager import fill, make_keys, measure_longest
 from kvoffload.cli.bench_manager_peers import OrderedDictPeer, OwnPeer
 from kvoffload.cli.main import main
 
@@ -19,6 +19,30 @@ def test_every_part_is_reported_for_every_manager(capsys):
     assert set(result["calls"]["ns_per_block"]["lookup_64"]) == {*names, "dict_get_floor"}
     assert result["calls"]["times_faster_kvoffload_lru"]["touch_1"]["ordereddict_lru"] > 0
     assert result["replay"]["kvoffload_lru"]["hit_ratio"] == result["replay"]["ordereddict_lru"]["hit_ratio"]
+
+
+def test_each_pass_makes_the_same_calls_and_the_repeatable_figure_is_their_least(monkeypatch):
+    seconds = iter([[1.0, 9.0], [5.0, 2.0], [1.5, 3.0]])
+
+    def scripted(*_):
+        return ["touch", "store"], next(seconds), 0.0
+
+    monkeypatch.setattr("kvoffload.cli.bench_manager._longest_pass", scripted)
+    row = measure_longest({"own": lambda blocks: OwnPeer("lru", blocks)}, [], 4, 1, seed=0, passes=3)["own"]
+    assert row == {
+        "longest_ms": 9000.0,
+        "repeatable_ms": 2000.0,
+        "touch_ms": 1000.0,
+        "store_ms": 2000.0,
+        "collector_ms": 0.0,
+    }
+
+
+def test_passes_agree_on_the_calls(capsys):
+    line = "--blocks 600 --operations 3000 --policies lru,arc --parts longest --passes 2 --json"
+    assert main(["bench", "manager", *line.split()]) == 0
+    for row in json.loads(capsys.readouterr().out)["longest"].values():
+        assert 0 < row["repeatable_ms"] <= row["longest_ms"]
 
 
 def test_tables_name_the_part(capsys):
