@@ -112,8 +112,7 @@ class FeedPublisher:
         self._warned: set[str] = set()
         self._closed = False
         self._stopping = threading.Event()
-        self._sent_at = monotonic()
-        self._beat_at = [self._sent_at] * len(self.lanes)
+        self._sent_at = dict.fromkeys(self.lanes, monotonic())
         self._server = ReplayServer(self.lanes, self._describe_lane, self._tick)
         self._thread = threading.Thread(target=self._run, name="kvoffload-feed", daemon=True)
         self._registration: AutoRegistration | None = None
@@ -217,7 +216,7 @@ class FeedPublisher:
             sent_bytes=sum(c.sent_bytes for c in counters),
             dropped=self._dropped,
             lag=waiting,
-            lag_seconds=max(0.0, self._monotonic() - self._sent_at) if waiting else 0.0,
+            lag_seconds=max(0.0, self._monotonic() - max(self._sent_at.values())) if waiting else 0.0,
             subscribers=sum(c.subscribers for c in counters),
             announced=len(first.journal),
             withheld={str(reason): count for reason, count in first.residency.withheld().items()},
@@ -333,8 +332,7 @@ class FeedPublisher:
 
     def _process(self, items: list[_Command | _Publication]) -> None:
         now = self._monotonic()
-        sent = False
-        for index, lane in enumerate(self.lanes):
+        for lane in self.lanes:
             with lane.lock:
                 for item in items:
                     self._apply(lane, item)
@@ -344,7 +342,7 @@ class FeedPublisher:
             self._warn_withheld(lane)
             lane.send(batches)
             if batches:
-                sent, self._beat_at[index] = True, now
+                self._sent_at[lane] = now
         fold = self._take_fold()
         if fold is not None:
             for lane in self.lanes:
@@ -353,14 +351,11 @@ class FeedPublisher:
                     fold.apply(lane.residency)
                     lane.journal.seal(empty=True)
                     lane.journal.take_sealed()
-        if fold is not None:
-            self._beat_at = [now] * len(self.lanes)
-        if sent or fold is not None:
-            self._sent_at = now
+                self._sent_at[lane] = now
         heartbeat = self.config.heartbeat_seconds
-        for index, lane in enumerate(self.lanes):
-            if heartbeat and now - self._beat_at[index] >= heartbeat * 0.99:
-                self._beat_at[index] = self._sent_at = now
+        for lane in self.lanes:
+            if heartbeat and now - self._sent_at[lane] >= heartbeat * 0.99:
+                self._sent_at[lane] = now
                 with lane.lock:
                     lane.journal.seal(empty=True)
                     batches = lane.journal.take_sealed()

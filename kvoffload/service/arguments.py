@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+import time
 from collections.abc import Collection
 from numbers import Real
 from typing import SupportsIndex
@@ -127,3 +128,8 @@ def _is_number(value: object) -> bool:
 def _check_seconds(value: float | None, name: str) -> None:
     if value is not None and not _is_number(value):
         raise UsageError(f"{name} must be a number of seconds, got {value!r}")
+
+
+def deadline_after(timeout: float | None) -> float:
+    """Return the time, on `time.monotonic`, at which a wait of `timeout` seconds ends; never without one."""
+    return time.monotonic() + (math.inf if timeout is None else timeout)

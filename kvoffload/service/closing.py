@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvoffload.service.engine import OffloadEngine
-from kvoffload.service.waiting import Resolver, in_thread, wait_released
+from kvoffload.service.waiting import WAITS_A_PASS, Resolver, in_thread, wait_released
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Closing:
         engine = self._engine
         for number, interrupt in enumerate(interrupts, 1):
             interrupt()
-            if not number % 32:
+            if not number % WAITS_A_PASS:
                 await asyncio.sleep(0)
         await wait_released(self._resolver, engine.unreleased_jobs(), timeout)
         await in_thread(engine.stop_handlers, "kvoffload-close")

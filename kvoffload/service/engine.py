@@ -8,7 +8,6 @@ raises.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -17,7 +16,14 @@ from kvoffload.errors import UsageError
 from kvoffload.keys import BlockChain, OffloadKey
 from kvoffload.manager.base import ReqContext, RequestOutcome
 from kvoffload.manager.specs import GPULoadStoreSpec
-from kvoffload.service.arguments import check_keys, check_outcome, check_ready, check_timeout, whole_number
+from kvoffload.service.arguments import (
+    check_keys,
+    check_outcome,
+    check_ready,
+    check_timeout,
+    deadline_after,
+    whole_number,
+)
 from kvoffload.service.core import LeaseState, RequestState
 from kvoffload.service.jobs import Job, JobState
 from kvoffload.service.life import EngineLife
@@ -191,7 +197,7 @@ class OffloadEngine(EngineLife):
         """Block until none of `jobs` can touch its GPU blocks, or `timeout` seconds passed; return what finished."""
         self.check()
         check_timeout(timeout)
-        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+        deadline = deadline_after(timeout)
         wanted = set(jobs)
         done: list[JobDone] = list(self.poll())
         while (left := deadline - time.monotonic()) > 0 and wanted & {job.id for job in self._board.unended_jobs()}:

@@ -7,7 +7,6 @@ cache (slow), and say what could not be closed in order.
 
 from __future__ import annotations
 
-import math
 import os
 import select
 import threading
@@ -25,7 +24,7 @@ from kvoffload.manager.base import EventSink, MetricsSink
 from kvoffload.memory.canonical import CanonicalKVCaches
 from kvoffload.metrics.recorder import MetricsRecorder
 from kvoffload.metrics.snapshot import MetricsSnapshot
-from kvoffload.service.arguments import check_timeout
+from kvoffload.service.arguments import check_timeout, deadline_after
 from kvoffload.service.board import TransferBoard
 from kvoffload.service.bridge import CompletionBridge
 from kvoffload.service.checks import DebugChecks
@@ -257,7 +256,7 @@ class EngineLife(ABC):
         self.check()
         check_timeout(timeout)
         self.begin_close()
-        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+        deadline = deadline_after(timeout)
         while not self._board.idle and (left := deadline - time.monotonic()) > 0:
             self._sleep_until_news(left)
             self._poll()

@@ -21,6 +21,10 @@ T = TypeVar("T")
 Wait = asyncio.Future[bool]
 
 
+WAITS_A_PASS = 32
+"""Waits that end in one pass of the loop."""
+
+
 class Resolver:
     """Ends waits of one loop, in batches: with True when what they wait for is there, with False when time is up.
 
@@ -28,7 +32,7 @@ class Resolver:
     the waits themselves. Loop thread only.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, batch: int = 32) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, batch: int = WAITS_A_PASS) -> None:
         self.loop = loop
         self._batch = batch
         self._queue: deque[Wait] = deque()
