@@ -96,7 +96,7 @@ def describe_lane(
         "block_size": block_size,
         "heartbeat_seconds": heartbeat_seconds,
         "blocks": len(journal),
-        "withheld": lane.residency.withheld(),
+        "withheld": lane.residency.withheld.sizes(),
         "subscribers": lane.counters.subscribers,
         "limits": {
             "replay_window": settings.replay_window,

@@ -1,14 +1,13 @@
 """The publisher: an `EventSink` that never blocks, and the thread that owns everything behind it.
 
-`publish` appends to a queue and returns. When the queue is full the changes fold into one entry per block (see
-`kvoffload.events.fold`): the send is lost, consumers see a gap in the sequence, and a replay of it holds the truth.
-The thread collects what arrives within the batching window, brings it to each lane, and sends sealed batches.
+`publish` puts the manager's events in the intake and returns. When that is full the changes fold into one entry per
+block: the send is lost, consumers see a gap in the sequence, and a replay of it holds the truth. The thread collects
+what arrives within the batching window, brings it to each lane, and sends sealed batches.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,33 +18,21 @@ import zmq
 from kvoffload.config import EventsConfig, OffloadConfig
 from kvoffload.errors import ConfigError
 from kvoffload.events.description import PublisherStats, describe_lane
-from kvoffload.events.fold import Fold
+from kvoffload.events.intake import Command, Intake, Publication
 from kvoffload.events.lane import Lane
 from kvoffload.events.listeners import Listeners
 from kvoffload.events.merge import MergeReader
 from kvoffload.events.register import AutoRegistration, address_towards, dialled, registration
 from kvoffload.events.replay import ReplayServer
-from kvoffload.events.residency import REASONS
 from kvoffload.events.settings import default_instance_id, resolve
 from kvoffload.events.wire import BlockStored, Hash
+from kvoffload.events.withheld import REASONS
 from kvoffload.keys import BlockChain, BlockInfo, OffloadKey
 from kvoffload.manager.base import OffloadingEvent
 
 logger = logging.getLogger(__name__)
 
-_DRAIN_LIMIT = 20_000
 _LONGEST_WAIT_SECONDS = 3600.0
-
-
-_Publication = tuple[Sequence[OffloadingEvent], Mapping[OffloadKey, BlockInfo]]
-
-
-class _Command:
-    """Work for every lane, done in the publisher's thread in the order of the queue."""
-
-    def __init__(self, action: Callable[[Lane], object]) -> None:
-        self.action = action
-        self.done = threading.Event()
 
 
 class FeedPublisher:
@@ -85,9 +72,10 @@ class FeedPublisher:
             raise ConfigError(
                 f"merge_replay_from names {len(config.merge_replay_from)} feeds, merge_from {len(config.merge_from)}"
             )
+        self._intake = Intake(config.max_queue_size)
         replays = [*config.merge_replay_from, *[None] * len(config.merge_from)]
         self._merged = [
-            MergeReader(endpoint, replay, self._command, alone=len(config.merge_from) == 1)
+            MergeReader(endpoint, replay, self._intake.command, alone=len(config.merge_from) == 1)
             for endpoint, replay in zip(config.merge_from, replays, strict=False)
         ]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -101,13 +89,6 @@ class FeedPublisher:
                 lane.close()
             self._context.term()
             raise
-        self._queue: queue.SimpleQueue[_Command | _Publication] = queue.SimpleQueue()
-        self._put = self._queue.put
-        self._size = self._queue.qsize
-        self._limit = config.max_queue_size
-        self._fold_lock = threading.Lock()
-        self._fold: Fold | None = None
-        self._dropped = 0
         self._errors = 0
         self._warned: set[str] = set()
         self._closed = False
@@ -146,10 +127,7 @@ class FeedPublisher:
 
     def publish(self, events: Sequence[OffloadingEvent], infos: Mapping[OffloadKey, BlockInfo]) -> None:
         """Take the manager's events. Never blocks, never raises."""
-        if self._size() >= self._limit:
-            self._overflow(events, infos)
-        else:
-            self._put((events, infos))
+        self._intake.publish(events, infos)
 
     def describe(self, infos: Mapping[OffloadKey, BlockInfo]) -> None:
         """Take infos of held blocks; those withheld for want of them are announced."""
@@ -158,7 +136,7 @@ class FeedPublisher:
 
     def reannounce(self, medium: str | None = None) -> None:
         """Remove and store again everything announced (of one medium): right whatever a consumer holds."""
-        self._command(lambda lane: lane.journal.reannounce(medium))
+        self._intake.command(lambda lane: lane.journal.reannounce(medium))
 
     def gpu_stored(self, chain: BlockChain, first_block: int, num_blocks: int, *, group_idx: int = 0) -> None:
         """Engine blocks of `chain` became present on the GPU; each call is undone by one `gpu_removed`."""
@@ -187,40 +165,40 @@ class FeedPublisher:
             )
 
         if len(hashes) > first_block:
-            self._command(stored)
+            self._intake.command(stored)
 
     def gpu_removed(self, block_hashes: Sequence[bytes], *, group_idx: int = 0) -> None:
         """Engine blocks are no longer on the GPU."""
         gone = list(block_hashes)
-        self._command(
+        self._intake.command(
             lambda lane: lane.residency.engine_removed([lane.codec.hash_of(h) for h in gone], "GPU", group_idx)
         )
 
     def gpu_cleared(self) -> None:
         """The engine dropped its whole tier; what other media hold is announced again."""
-        self._command(lambda lane: lane.residency.engine_cleared("GPU"))
+        self._intake.command(lambda lane: lane.residency.engine_cleared("GPU"))
 
     def flush(self, timeout: float = 5.0) -> bool:
         """Wait until what was published before is on its way; False when it takes longer. At once when closed."""
-        command = self._command(lambda _lane: None)
+        command = self._intake.command(lambda _lane: None)
         return command.done.wait(timeout)
 
     def stats(self) -> PublisherStats:
         """Return counters and gauges; cheap, from any thread."""
         counters = [lane.counters for lane in self.lanes]
         first = self.lanes[0]
-        total, waiting = first.residency.withheld_total, self._queue.qsize()
+        withheld, waiting = first.residency.withheld, len(self._intake)
         return PublisherStats(
             published_batches=sum(c.batches for c in counters),
             published_events=sum(c.events for c in counters),
             sent_bytes=sum(c.sent_bytes for c in counters),
-            dropped=self._dropped,
+            dropped=self._intake.dropped,
             lag=waiting,
             lag_seconds=max(0.0, self._monotonic() - max(self._sent_at.values())) if waiting else 0.0,
             subscribers=sum(c.subscribers for c in counters),
             announced=len(first.journal),
-            withheld={str(reason): count for reason, count in first.residency.withheld().items()},
-            withheld_total={str(reason): total[reason] for reason in REASONS},
+            withheld={str(reason): count for reason, count in withheld.sizes().items()},
+            withheld_total={str(reason): withheld.total[reason] for reason in REASONS},
             replays=sum(c.replays for c in counters),
             active_replays=self._server.active,
             incomplete_replays=sum(c.incomplete_replays for c in counters),
@@ -229,7 +207,7 @@ class FeedPublisher:
             replay_bytes=sum(c.replay_bytes for c in counters),
             lives=first.counters.lives,
             next_sequence=first.journal.next,
-            unencodable=total["unencodable"],
+            unencodable=withheld.total["unencodable"],
             decode_errors=sum(reader.decode_errors for reader in self._merged),
             merge_gaps=sum(reader.gaps for reader in self._merged),
             errors=self._errors,
@@ -239,24 +217,25 @@ class FeedPublisher:
         """Return the hashes of the blocks that are present but not announced (first endpoint)."""
         lane = self.lanes[0]
         with lane.lock:
-            return {lane.journal.tiers.hash_of(ident) for ident in lane.residency.withheld_blocks()}
+            return {lane.journal.tiers.hash_of(ident) for ident in lane.residency.withheld.blocks}
 
     def close(self, timeout: float = 5.0) -> bool:
         """Send what is queued and close; idempotent. False when a thread did not end in time (its sockets stay)."""
         if self._closed:
             return True
         self._closed = True
+        self._intake.close()
         deadline = time.monotonic() + timeout
         if self._registration is not None:
             self._registration.stop(timeout / 4)
         merged = [reader.stop(max(deadline - time.monotonic(), 0)) for reader in self._merged]
         self._stopping.set()
-        self._put(_Command(lambda _lane: None))
+        self._intake.wake()
         if self._thread.is_alive():
             self._thread.join(max(deadline - time.monotonic(), 0))
         ended = self._server.stop(max(deadline - time.monotonic(), 0.2)) and not self._thread.is_alive()
         ended = ended and all(merged)
-        self._limit = -1  # from here on `publish` takes the slow way, which drops
+        self._intake.end()
         if ended:
             self._listeners.close()
             for lane in self.lanes:
@@ -271,66 +250,24 @@ class FeedPublisher:
     def __exit__(self, *_exc: object) -> None:
         self.close()
 
-    # The queue.
-
-    def _command(self, action: Callable[[Lane], object]) -> _Command:
-        command = _Command(action)
-        if self._closed:
-            command.done.set()
-        else:
-            self._put(command)
-        return command
-
-    def _overflow(self, events: Sequence[OffloadingEvent], infos: Mapping[OffloadKey, BlockInfo]) -> None:
-        if self._closed:
-            return
-        with self._fold_lock:
-            if self._fold is None and self._size() < self._limit:
-                self._put((events, infos))  # the thread was faster
-                return
-            if self._fold is None:
-                self._fold = Fold()
-                self._limit = -1
-                logger.warning("the feed's queue is full: consumers will see a gap and ask for a replay")
-            self._fold.add(events, infos)
-            self._dropped += 1
-
-    def _take_fold(self) -> Fold | None:
-        """Return the folded changes once the queue is empty, and open the queue again."""
-        if self._fold is None:
-            return None
-        with self._fold_lock:
-            if not self._queue.empty():
-                return None
-            fold, self._fold = self._fold, None
-            self._limit = self.config.max_queue_size
-            return fold
-
     # The thread.
 
     def _run(self) -> None:
         window = min(self.config.batch_window_seconds, _LONGEST_WAIT_SECONDS)
         idle = min(self.config.heartbeat_seconds or 1.0, _LONGEST_WAIT_SECONDS)
+        collect = (lambda: self._stopping.wait(window)) if window else None
         while True:
             stopping = self._stopping.is_set()
-            items: list[_Command | _Publication] = []
-            try:
-                items.append(self._queue.get_nowait() if stopping else self._queue.get(timeout=idle))
-                if window and not stopping and not isinstance(items[0], _Command):
-                    self._stopping.wait(window)
-                while len(items) < _DRAIN_LIMIT:
-                    items.append(self._queue.get_nowait())
-            except queue.Empty:
-                pass
+            items = self._intake.take(0.0, None) if stopping else self._intake.take(idle, collect)
             try:
                 self._process(items)
             except Exception:
                 self._errors += 1
                 logger.exception("the feed goes on after an error")
-            if stopping and self._queue.empty():
+            if stopping and not len(self._intake):
                 return
 
-    def _process(self, items: list[_Command | _Publication]) -> None:
+    def _process(self, items: list[Command | Publication]) -> None:
         now = self._monotonic()
         for lane in self.lanes:
             with lane.lock:
@@ -343,7 +280,7 @@ class FeedPublisher:
             lane.send(batches)
             if batches:
                 self._sent_at[lane] = now
-        fold = self._take_fold()
+        fold = self._intake.take_fold()
         if fold is not None:
             for lane in self.lanes:
                 with lane.lock:
@@ -361,12 +298,12 @@ class FeedPublisher:
                     batches = lane.journal.take_sealed()
                 lane.send(batches)
         for item in items:
-            if isinstance(item, _Command):
+            if isinstance(item, Command):
                 item.done.set()
 
-    def _apply(self, lane: Lane, item: _Command | _Publication) -> None:
+    def _apply(self, lane: Lane, item: Command | Publication) -> None:
         try:
-            if isinstance(item, _Command):
+            if isinstance(item, Command):
                 item.action(lane)
                 return
             events, infos = item
@@ -385,14 +322,14 @@ class FeedPublisher:
             logger.exception("an event could not be published")
 
     def _warn_withheld(self, lane: Lane) -> None:
-        for reason, count in lane.residency.withheld_total.items():
+        for reason, count in lane.residency.withheld.total.items():
             if count and reason not in self._warned:
                 self._warned.add(reason)
                 logger.warning("blocks are withheld from the feed, reason %s", reason)
 
     def _joined(self, lane: Lane) -> None:
         if lane.settings.reannounce_on_join:
-            self._command(lambda each: each.journal.reannounce() if each is lane else None)
+            self._intake.command(lambda each: each.journal.reannounce() if each is lane else None)
 
     def _tick(self) -> None:
         self._listeners.poll(self._monotonic())

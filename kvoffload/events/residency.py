@@ -8,28 +8,15 @@ a child, or cannot reach it). A withheld block is announced as soon as what it l
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvoffload.events.blocks import Ident, Node, Unit, encode_unit
 from kvoffload.events.journal import Journal
 from kvoffload.events.wire import MEDIA, BlockStored, Hash, WireError
+from kvoffload.events.withheld import Reason, WithheldBlocks
 from kvoffload.keys import BlockInfo, OffloadKey, get_offload_block_hash, get_offload_group_idx
 
-Reason = Literal["no_info", "salted", "malformed", "unencodable", "orphan"]
 _CHECK_BYTES = 1 << 20
-REASONS: tuple[Reason, ...] = ("no_info", "salted", "malformed", "unencodable", "orphan")
-
-
-@dataclass(slots=True)
-class Withheld:
-    """A present block that is not announced."""
-
-    reason: Reason
-    unit: Unit | None
-    count: int = 1
 
 
 class Residency:
@@ -43,20 +30,9 @@ class Residency:
     def __init__(self, journal: Journal, media: Iterable[str] = MEDIA) -> None:
         self.journal = journal
         self._media = frozenset(media)
-        self._withheld: dict[Ident, Withheld] = {}
-        self._waiting: dict[tuple[int | None, Hash], set[Ident]] = {}
+        self.withheld = WithheldBlocks(journal.tiers)
         self._factors: dict[int, int] = {}
-        self._sizes: Counter[Reason] = Counter()
-        self.withheld_total: Counter[Reason] = Counter()
         self.unknown_removals = 0
-
-    def withheld(self) -> dict[Reason, int]:
-        """Return how many blocks are withheld now, by reason."""
-        return {reason: self._sizes[reason] for reason in REASONS}
-
-    def withheld_blocks(self) -> list[Ident]:
-        """Return the withheld blocks, each by its last engine block."""
-        return list(self._withheld)
 
     # What the manager says: offloaded blocks by key.
 
@@ -66,7 +42,7 @@ class Residency:
             return
         tier = self.journal.tiers.index(medium, get_offload_group_idx(key))
         ident = self.journal.tiers.ident(tier, self.journal.codec.hash_of(get_offload_block_hash(key)))
-        held = self._withheld.get(ident)
+        held = self.withheld.blocks.get(ident)
         if held is not None:
             held.count += 1
             if info is not None:
@@ -85,7 +61,7 @@ class Residency:
             for key in keys:
                 self.store(key, medium, infos.get(key))
             return
-        journal, withheld, waiting = self.journal, self._withheld, self._waiting
+        journal, withheld, waiting = self.journal, self.withheld.blocks, self.withheld.orphans
         nodes, number, get_info, encode_into = journal.nodes, int.from_bytes, infos.get, journal.codec.encode_into
         encoded, join = bytearray(), b"".join
         tier, group_bytes, base, factor = self._tier(keys[0], medium)
@@ -179,30 +155,30 @@ class Residency:
             return
         tier = self.journal.tiers.index(medium, get_offload_group_idx(key))
         ident = self.journal.tiers.ident(tier, self.journal.codec.hash_of(get_offload_block_hash(key)))
-        if self._forget_withheld(ident):
+        if self.withheld.remove(ident):
             return
         self._retract(ident)
 
     def describe(self, infos: Mapping[OffloadKey, BlockInfo]) -> None:
         """Announce withheld blocks whose description arrived late."""
-        if not self._withheld:
+        if not self.withheld.blocks:
             return
         tiers, codec = self.journal.tiers, self.journal.codec
         for key, info in infos.items():
             name = codec.hash_of(get_offload_block_hash(key))
             for tier in tiers.of_group(get_offload_group_idx(key)):
                 ident = tiers.ident(tier, name)
-                if ident in self._withheld:
+                if ident in self.withheld.blocks:
                     self._describe(ident, key, tier, info)
 
     def _describe(self, ident: Ident, key: OffloadKey, tier: int, info: BlockInfo) -> None:
-        held = self._withheld[ident]
+        held = self.withheld.blocks[ident]
         if held.unit is not None:
             return
         unit, reason = self._unit(key, tier, info)
         if reason is not None:
             return
-        self._forget(ident)
+        self.withheld.take(ident)
         self._admit(ident, unit, None, held.count)
 
     # What an engine says: events of its own feed, or of `gpu_stored`.
@@ -218,7 +194,7 @@ class Residency:
         wanted = int if self.journal.codec.hash_mode == "uint64" else bytes
         described = event.block_size > 0 and len(event.token_ids) == len(hashes) * event.block_size
         if not hashes or any(type(name) is not wanted for name in hashes):
-            self.withheld_total["malformed"] += len(hashes)
+            self.withheld.total["malformed"] += len(hashes)
             return
         unit = Unit(
             tier,
@@ -233,12 +209,12 @@ class Residency:
             event.lora_id,
         )
         idents = [tiers.ident(tier, name) for name in hashes]
-        withheld = [ident in self._withheld for ident in idents]
+        withheld = [ident in self.withheld.blocks for ident in idents]
         if described and not any(withheld) and self._reason(unit) is None:
             self._admit(idents[-1], unit, None)
             return
         for index, ident in enumerate(idents):
-            held = self._withheld.get(ident)
+            held = self.withheld.blocks.get(ident)
             if held is not None:
                 held.count += 1
             if described:
@@ -246,7 +222,7 @@ class Residency:
                 if held is None:
                     self._admit(ident, part, None)
                 elif held.unit is None:
-                    self._forget(ident)
+                    self.withheld.take(ident)
                     self._admit(ident, part, None, held.count)
             elif held is None:
                 self._admit(ident, None, "no_info")
@@ -259,14 +235,14 @@ class Residency:
         tier = tiers.index(medium, group)
         for name in hashes:
             ident = tiers.ident(tier, name)
-            if not self._forget_withheld(ident):
+            if not self.withheld.remove(ident):
                 self._retract(ident)
 
     def engine_cleared(self, medium: str = "GPU") -> None:
         """An engine cleared its tier: consumers clear every tier, so what other media hold is announced again."""
         gone = self.journal.tiers.of_medium(medium)
-        for ident in [i for i in self._withheld if self.journal.tiers.tier_of(i) in gone]:
-            self._forget(ident)
+        for ident in [i for i in self.withheld.blocks if self.journal.tiers.tier_of(i) in gone]:
+            self.withheld.take(ident)
         if self.journal.sole:
             nodes = self.journal.clear()
             self.journal.restore(n for n in nodes if self.journal.tiers.tier_of(n.ident) not in gone)
@@ -312,41 +288,28 @@ class Residency:
         reason = reason or (None if unit is None else self._reason(unit))
         if unit is None or reason is not None:
             if self.journal.live(ident) is None:
-                self._withhold(ident, unit, reason or "no_info", count)
+                self.withheld.add(ident, unit, reason or "no_info", count)
             for node in self._block(ident):
                 node.refs += count
             return
         if not self._announce(unit, count):
-            self._withhold(ident, None, "unencodable", count)
+            self.withheld.add(ident, None, "unencodable", count)
             return
-        if self._waiting:
+        if self.withheld.orphans:
             self._release(unit)
 
     def _release(self, unit: Unit | None) -> None:
         """Announce what waited for `unit`, and for that in turn."""
         if unit is None:
             return
-        for waiting in self._released(unit):
-            held = self._withheld[waiting]
+        for waiting in self.withheld.waiting_for(unit):
+            held = self.withheld.blocks[waiting]
             child = held.unit
             if child is None or self._reason(child) is not None:
                 continue
-            self._forget(waiting)
+            self.withheld.take(waiting)
             if not self._announce(child, held.count):
-                self._withhold(waiting, None, "unencodable", held.count)
-
-    def _released(self, unit: Unit) -> Iterator[Ident]:
-        """Yield the withheld blocks that waited for `unit`, and for those in turn."""
-        tiers = self.journal.tiers
-        group = tiers.name(unit.tier)[1]
-        stack = [(group, name) for name in unit.hashes]
-        while stack:
-            for ident in list(self._waiting.get(stack.pop(), ())):
-                held = self._withheld.get(ident)
-                hashes = held.unit.hashes if held is not None and held.unit is not None else ()
-                if hashes:
-                    yield ident
-                    stack.extend((group, name) for name in hashes)
+                self.withheld.add(waiting, None, "unencodable", held.count)
 
     def _reason(self, unit: Unit) -> Reason | None:
         if unit.parent is None or self.journal.known(unit.tier, unit.parent) is not None:
@@ -403,31 +366,3 @@ class Residency:
             node.refs -= 1
             if node.refs <= 0:
                 self.journal.retire(node)
-
-    def _withhold(self, ident: Ident, unit: Unit | None, reason: Reason, count: int) -> None:
-        self._withheld[ident] = Withheld(reason, unit, count)
-        self._sizes[reason] += 1
-        self.withheld_total[reason] += 1
-        if unit is not None and unit.parent is not None:
-            group = self.journal.tiers.name(unit.tier)[1]
-            self._waiting.setdefault((group, unit.parent), set()).add(ident)
-
-    def _forget_withheld(self, ident: Ident) -> bool:
-        held = self._withheld.get(ident)
-        if held is None:
-            return False
-        held.count -= 1
-        if held.count <= 0:
-            self._forget(ident)
-        return True
-
-    def _forget(self, ident: Ident) -> None:
-        held = self._withheld.pop(ident)
-        self._sizes[held.reason] -= 1
-        if held.unit is not None and held.unit.parent is not None:
-            place = (self.journal.tiers.name(held.unit.tier)[1], held.unit.parent)
-            waiting = self._waiting.get(place)
-            if waiting is not None:
-                waiting.discard(ident)
-                if not waiting:
-                    del self._waiting[place]

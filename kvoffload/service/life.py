@@ -7,7 +7,6 @@ cache (slow), and say what could not be closed in order.
 
 from __future__ import annotations
 
-import os
 import select
 import threading
 import time
@@ -19,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from kvoffload.config import OffloadConfig
-from kvoffload.errors import ClosedError, UndrainedCopies, UsageError
+from kvoffload.errors import UndrainedCopies, UsageError
 from kvoffload.manager.base import EventSink, MetricsSink
 from kvoffload.memory.canonical import CanonicalKVCaches
 from kvoffload.metrics.recorder import MetricsRecorder
@@ -34,6 +33,7 @@ from kvoffload.service.leases import LeaseDesk
 from kvoffload.service.ledger import LoadLedger
 from kvoffload.service.loads import LoadDesk
 from kvoffload.service.opening import Ground
+from kvoffload.service.owner import SingleOwner
 from kvoffload.service.results import Stats
 from kvoffload.service.roster import Roster
 from kvoffload.service.settling import FAULT_POLL_SECONDS, Settler
@@ -51,12 +51,7 @@ _undrained: list[object] = []
 """What copies that outlived their engine still use; it stays alive, and mapped, on purpose."""
 
 
-_NOT_STARTED = "the engine was not started: use `with OffloadEngine(...)` or call start() and adopt()"
-_PARTS = {"_core", "_board", "_roster", "_settler", "bridge", "ledger", "loads", "stores", "leases"}
-"""What `start` makes."""
-
-
-class EngineLife(ABC):
+class EngineLife(SingleOwner, ABC):
     """Starts, owns, polls and closes the parts of an `OffloadEngine`.
 
     Attributes:
@@ -64,6 +59,10 @@ class EngineLife(ABC):
         stores: Reserves and submits stores.
         leases: Pins prefixes.
     """
+
+    _MADE_BY_START = frozenset(
+        {"_core", "_board", "_roster", "_settler", "bridge", "ledger", "loads", "stores", "leases"}
+    )
 
     def __init__(
         self,
@@ -76,6 +75,7 @@ class EngineLife(ABC):
         metrics: MetricsSink | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
         self.config = config
         self.ground = Ground(config, kv_caches, workers, spec)
         self._given_events, self._clock = events, clock
@@ -83,10 +83,6 @@ class EngineLife(ABC):
         self.recorder: MetricsSink = metrics if metrics is not None else MetricsRecorder()
         self.telemetry = Telemetry(config, self.recorder)
         self._exposition: MetricsExposition | None = None
-        self._owner: int | None = None
-        self._pid = os.getpid()
-        self._closed = False
-        self._started = False
         self._stop_lock = threading.Lock()
         self._stop_error: BaseException | None = None
         self._undrained: UndrainedCopies | None = None
@@ -194,10 +190,6 @@ class EngineLife(ABC):
             raise UsageError("the engine was not started: its ranks have not joined")
         return self.ground.geometry
 
-    def adopt(self) -> None:
-        """Make the calling thread the owner."""
-        self._owner = threading.get_ident()
-
     def __enter__(self) -> Self:
         self.start()
         self.adopt()
@@ -205,42 +197,6 @@ class EngineLife(ABC):
 
     def __exit__(self, et: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         self.close(self.config.drain_seconds)
-
-    def check(self) -> None:
-        """Refuse use after close, from another thread, or after fork.
-
-        Raises:
-            ClosedError: The engine is closed.
-            UsageError: Not started, another thread, or another process than the owner.
-        """
-        if self._closed:
-            raise ClosedError("the engine is closed")
-        if self._owner != threading.get_ident() or self._pid != os.getpid():
-            self._complain()
-
-    if not TYPE_CHECKING:  # checkers know the parts; at run time they are not there before the start
-
-        def __getattr__(self, name: str) -> object:
-            if name in _PARTS:
-                raise UsageError(_NOT_STARTED)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def _complain(self) -> None:
-        if not self._started:
-            raise UsageError(_NOT_STARTED)
-        if self._pid != os.getpid():
-            raise UsageError(f"the engine belongs to process {self._pid}; it cannot be used after fork ({os.getpid()})")
-        raise UsageError(f"the engine belongs to thread {self._owner}, not to {threading.get_ident()}")
-
-    @property
-    def is_foreign_process(self) -> bool:
-        """This process is a fork of the engine's."""
-        return self._pid != os.getpid()
-
-    @property
-    def owned_here(self) -> bool:
-        """The calling thread is the owner."""
-        return self._owner == threading.get_ident() and self._pid == os.getpid()
 
     def close(self, timeout: float = 10.0) -> None:
         """Refuse new work, let running copies end, release everything. Idempotent.
@@ -330,11 +286,6 @@ class EngineLife(ABC):
             raise self._undrained from self._stop_error
         if self._stop_error is not None:
             raise self._stop_error
-
-    @property
-    def closed(self) -> bool:
-        """Nothing can be called any more."""
-        return self._closed
 
     # ---- the rhythm
 

@@ -7,42 +7,30 @@ cancellation, or by the garbage collection of a generator.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, MutableSequence, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from kvoffload.errors import ClosedError, TransferError, UsageError
+from kvoffload.errors import ClosedError, UsageError
 from kvoffload.keys import BlockChain
 from kvoffload.manager.base import ReqContext, RequestOutcome
 from kvoffload.manager.specs import GPULoadStoreSpec
-from kvoffload.service.arguments import check_free, check_ready, check_request, check_timeout, whole_number
+from kvoffload.service.arguments import check_free, check_request, check_timeout, whole_number
 from kvoffload.service.core import LeaseState, RequestState
 from kvoffload.service.geometry import Tables
-from kvoffload.service.jobs import Job
 from kvoffload.service.lease import LeaseContext
+from kvoffload.service.load_calls import LoadCalls
 from kvoffload.service.ownership import Free
-from kvoffload.service.results import LoadOutcome, LoadResult, PrefixMatch
+from kvoffload.service.results import LoadResult, PrefixMatch
 from kvoffload.service.store_job import StoreJob
-from kvoffload.service.waiting import Wait, wait_for_job
+from kvoffload.service.waiting import Wait
 from kvoffload.transfer.base import HOST_VISIBLE, Ready
 
 if TYPE_CHECKING:
     from kvoffload.service.service import OffloadService
 
 logger = logging.getLogger(__name__)
-
-
-class _Starting:
-    """A load whose copy was not submitted yet, and where it would write."""
-
-    __slots__ = ("tables", "taken_back")
-
-    def __init__(self, tables: Tables) -> None:
-        self.tables = tables
-        self.taken_back = False
 
 
 class OffloadRequest:
@@ -82,7 +70,7 @@ class OffloadRequest:
         self._state: RequestState | None = None
         self._left = False
         self._waits: set[Wait] = set()
-        self._starting: set[_Starting] = set()
+        self._loads = LoadCalls(service, self._waits)
 
     async def __aenter__(self) -> Self:
         self._service.check_open()
@@ -200,110 +188,7 @@ class OffloadRequest:
 
         `stop` is asked after each wait, and before the copy: what it returns is the answer.
         """
-        check_ready(after, "after")
-        check_timeout(timeout)
-        ledger, began = self.engine.ledger, self._service.clock()
-        starting = _Starting(tables)
-
-        def refused() -> LoadResult | None:
-            return LoadResult(LoadOutcome.MISS, reason="aborted") if starting.taken_back else stop()
-
-        self._starting.add(starting)
-        try:
-            result = await self._load_tables(tables, first, max_tokens, timeout, after, refused)
-        except asyncio.CancelledError:
-            ledger.cancelled()
-            raise
-        finally:
-            self._starting.discard(starting)
-        ledger.answered(result, self._service.clock() - began)
-        return result
-
-    async def _load_tables(
-        self,
-        tables: Tables,
-        first: int,
-        max_tokens: int,
-        timeout: float | None,
-        after: Ready,
-        stop: Callable[[], LoadResult | None],
-    ) -> LoadResult:
-        state = self._entered()
-        service, engine, config = self._service, self.engine, self._service.config
-        began = service.clock()
-        until = began + (config.load_deadline_seconds if timeout is None else timeout)
-        wanted = engine.loads.most(tables, first, max_tokens)
-        await self._wait_pending(state, wanted, min(until, began + config.pending_wait_seconds))
-        pending = service.clock() - began
-        turn = False
-        try:
-            while True:
-                refusal = stop() or self._refusal(state)
-                if refusal is not None:
-                    return replace(refusal, pending_seconds=pending)
-                end = engine.loads.plan(state, tables, first, max_tokens)
-                engine.loads.first_use(state)
-                if end <= first:
-                    return LoadResult(LoadOutcome.MISS, pending_seconds=pending)
-                if (turn or not service.room.busy) and engine.loads.room(engine.loads.size(first, end)):
-                    break
-                first_in_line, turn = turn, False
-                turn = await service.room.wait(until - service.clock(), self._waits, first=first_in_line)
-                if not turn:
-                    refusal = stop() or self._refusal(state) or LoadResult(LoadOutcome.MISS, reason="backpressure")
-                    return replace(refusal, pending_seconds=pending)
-            job = engine.loads.start(state, tables, first, end, partial=end < wanted, after=after)
-            service.arm_timer()
-        finally:
-            if turn:
-                service.room.next()
-        result = await self._await_load(state, job, until)
-        if result.outcome is LoadOutcome.LOADED and end < wanted:  # a load that was joined asked for less
-            result = replace(result, outcome=LoadOutcome.PARTIAL)
-        elif result.outcome is LoadOutcome.PARTIAL and end >= wanted:
-            result = replace(result, outcome=LoadOutcome.LOADED)
-        return replace(result, pending_seconds=pending)
-
-    async def _await_load(self, state: RequestState, job: Job, until: float) -> LoadResult:
-        service = self._service
-        if job.result is None:
-            await wait_for_job(service.resolver, job, job.answered, until - service.clock(), self._waits)
-        result = job.result
-        if isinstance(result, LoadResult):
-            if result.reason == "unhealthy" and not service.config.fail_open:
-                error = TransferError("the service is unhealthy")
-                error.undefined_gpu_blocks = tuple(result.undefined_gpu_blocks)
-                raise error from result.error
-            return result
-        reason = "aborted" if state.over else "timeout"
-        return LoadResult(LoadOutcome.FAILED, undefined_gpu_blocks=tuple(job.gpu_blocks), reason=reason)
-
-    def _refusal(self, state: RequestState) -> LoadResult | None:
-        """Return the answer of a load that may not start; None when it may."""
-        engine, service = self.engine, self._service
-        if state.over:
-            return LoadResult(LoadOutcome.MISS, reason="aborted")
-        health = engine.health()
-        if not health.ok:
-            if not service.config.fail_open:
-                raise TransferError(f"the service is unhealthy: {health.reason}") from engine.fault
-            return LoadResult(LoadOutcome.UNHEALTHY, reason="unhealthy", error=engine.fault)
-        if not engine.enabled:
-            return LoadResult(LoadOutcome.MISS, reason="disabled")
-        if engine.loads.is_stuck:
-            return LoadResult(LoadOutcome.MISS, reason="deadline")
-        return None
-
-    async def _wait_pending(self, state: RequestState, upto_tokens: int, until: float) -> None:
-        """Wait for blocks of the first `upto_tokens` that are being written; holds no pin."""
-        service = self._service
-        while True:
-            job = self.engine.loads.pending_job(state, upto_tokens)
-            left = until - service.clock()
-            if job is None or left <= 0:
-                return
-            if not await wait_for_job(service.resolver, job, job.unwritten, left, self._waits):
-                return
+        return await self._loads.load(self._entered(), tables, first, max_tokens, timeout, after, stop)
 
     # ---- stores
 
@@ -344,7 +229,7 @@ class OffloadRequest:
         state, service, engine = self._entered(), self._service, self.engine
         check_timeout(timeout)
         wait = service.config.pending_wait_seconds if timeout is None else timeout
-        await self._wait_pending(state, self.chain.num_tokens, service.clock() + wait)
+        await self._loads.wait_pending(state, self.chain.num_tokens, service.clock() + wait)
         engine.loads.first_use(state)
         lease = engine.open_lease(state)
         service.arm_timer()
@@ -399,7 +284,5 @@ class OffloadRequest:
         For blocks that the caller took out of `gpu_blocks`: blocks that stay in it go to `free` as well.
         """
         check_free(callback, "callback")
-        for starting in self._starting:  # a load that still waits for its turn must not write to them later
-            if any(not set(table).isdisjoint(blocks) for table in starting.tables):
-                starting.taken_back = True
+        self._loads.take_back(blocks)
         self.engine.give_back(blocks, callback)

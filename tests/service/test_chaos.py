@@ -58,4 +58,4 @@ def _lose_turns(monkeypatch):
 @pytest.mark.parametrize("fault", [_free_at_once, _free_when_hung, _lose_turns])
 def test_broken_service_is_found_out(fault, monkeypatch, caplog):
     fault(monkeypatch)
-    assert _violations(1000, 3)
+    assert any(_violations(1000, seed) for seed in range(3, 7))  # what meets what depends on the machine's pace

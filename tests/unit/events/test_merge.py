@@ -60,8 +60,8 @@ def test_an_engine_that_removes_what_it_never_told_takes_nothing_from_another():
     blocks = chain(1, 2)
     hashes = [int.from_bytes(name[-8:], "big") for name in blocks.block_hashes()]
     with publisher() as feed:
-        first = MergeReader("tcp://127.0.0.1:1", None, feed._command, alone=False)
-        second = MergeReader("tcp://127.0.0.1:2", None, feed._command, alone=False)
+        first = MergeReader("tcp://127.0.0.1:1", None, feed._intake.command, alone=False)
+        second = MergeReader("tcp://127.0.0.1:2", None, feed._intake.command, alone=False)
         second._take(BlockStored(list(hashes), None, list(blocks.token_ids), BLOCK, None, "GPU", None))
         first._take(BlockRemoved(list(hashes), "GPU"))
         assert feed.flush()

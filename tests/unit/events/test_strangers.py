@@ -114,7 +114,7 @@ def test_a_wildcard_is_registered_under_an_address_that_can_be_dialled(bound, ho
 def test_a_merged_adapter_known_by_number_alone_stays_an_adapter():
     event = BlockStored([7], None, [1, 2, 3, 4], 4, 9, "GPU", None)
     with publisher() as feed, Reader(feed) as reader:
-        feed._command(lambda lane: lane.residency.engine_stored(event))
+        feed._intake.command(lambda lane: lane.residency.engine_stored(event))
         (told,) = decode_batch(reader.next()[2]).events
         assert told.lora_id == 9
 

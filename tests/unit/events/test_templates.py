@@ -73,5 +73,5 @@ def test_what_cannot_be_announced_is_withheld_on_the_fast_way_too(changes, reaso
     residency.store_all([key], "CPU", {key: c.info(0)})
     residency.remove(key, "CPU")
     residency.store_all([key], "CPU", {key: replace(c.info(0), **changes)})
-    assert residency.withheld()[reason] == 1
+    assert residency.withheld.sizes()[reason] == 1
     assert journal.announced() == set()
