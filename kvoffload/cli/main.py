@@ -10,9 +10,13 @@ import argparse
 import importlib
 import importlib.util
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import kvoffload
 from kvoffload.errors import ConfigError, KVOffloadError, TraceError
@@ -79,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"kvoffload {kvoffload.__version__}")
     add_commands(parser, COMMANDS)
     try:
-        return _run(parser.parse_args(argv))
+        with _sigterm_as_ctrl_c():
+            return _run(parser.parse_args(argv))
     except (ConfigError, TraceError) as error:
         return _complain(parser, error, USAGE)
     except KVOffloadError as error:
@@ -99,6 +104,25 @@ def _run(args: argparse.Namespace) -> int:
     code = int(args.run_command(args))
     sys.stdout.flush()  # here, where a full disk or a closed pipe can still be told
     return code
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """Let SIGTERM (`timeout`, a container that stops) end a command as Ctrl-C does: nothing is left behind."""
+    ours = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _interrupt) if ours else None
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(_number: int, frame: FrameType | None) -> None:
+    handler = signal.getsignal(signal.SIGINT)  # asyncio has its own while it runs
+    if not callable(handler):  # ignored: started with `&` by a script
+        raise KeyboardInterrupt
+    handler(signal.SIGINT, frame)
 
 
 def _drop_output() -> None:

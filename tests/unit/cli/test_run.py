@@ -1,6 +1,7 @@
 """`kvoffload run --dry`: options, output, what is wrong."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -188,19 +189,30 @@ def test_wrong_run_options_are_usage_mistakes(arguments):
     assert stop.value.code == 2
 
 
-def test_interrupt_exits_with_130_and_leaves_no_shared_memory():
+@pytest.mark.parametrize(
+    ("number", "ignored"),
+    [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGTERM, True)],
+    ids=["ctrl-c", "sigterm", "sigterm-in-the-background"],
+)
+def test_interrupt_exits_with_130_and_leaves_nothing(tmp_path, number, ignored):
+    """A script's `&` starts programs that ignore SIGINT; `timeout` and containers send SIGTERM."""
     before = set(SHM.iterdir())
     code = (
+        f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN if {ignored} else signal.default_int_handler);"
         "import sys; from kvoffload.cli.main import main; sys.exit(main(['run', '--speed', '1', '--capacity', '500']))"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stderr=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as process:  # fmt: skip
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and len(list(Path(f"/proc/{process.pid}/task").iterdir())) < 4:
             time.sleep(0.02)  # until its copy threads run
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err.decode().strip()) == (130, b"", "interrupted")
     assert {path for path in set(SHM.iterdir()) - before if f"{process.pid}" in path.name} == set()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_metrics_at_the_end_are_written_to_a_file(tmp_path, capsys):
