@@ -1,9 +1,9 @@
 """What `debug_checks=True` does: canaries on freed GPU blocks, sampled checksums, and the books after each poll.
 
 *Canaries.* A GPU block is painted just before it is passed to `free`, and looked at when a request that has it in its
-table is entered, and when it is the source of a store: paint that was scratched before anybody owned the block means
-that a copy (or the engine) wrote to freed memory; paint that is still whole under a store means that the engine stores
-what it never wrote. This holds if every user of the GPU blocks goes through requests and enters them before it writes.
+table is entered, and when a store of it has ended: paint that was scratched before anybody owned the block means that a
+copy (or the engine) wrote to freed memory; paint that is still whole under a store means that the engine stored what it
+never wrote. This holds if every user of the GPU blocks goes through requests and enters them before it writes.
 
 *Checksums.* Of every eighth key (by its hash) the CRC-32 of each engine block is noted when its store has ended, and
 compared when a load has: a difference fails the load and drops the key.
@@ -47,9 +47,6 @@ class Checks:
     def owned(self, blocks: Iterable[int]) -> None:
         """GPU blocks have an owner again."""
 
-    def offered(self, blocks: Iterable[int]) -> None:
-        """GPU blocks are about to be stored."""
-
     def stored(self, job: Job) -> None:
         """A store has ended well; its source is still held."""
 
@@ -76,6 +73,7 @@ class DebugChecks(Checks):
         self._kv_caches = kv_caches if kv_caches is not None and kv_caches.device == "cpu" else None
         self._capacity = capacity
         self._painted: set[int] = set()
+        self._unwritten: set[int] = set()
         self._sums: OrderedDict[OffloadKey, tuple[int, ...]] = OrderedDict()
 
     def freed(self, blocks: Sequence[int]) -> None:
@@ -87,25 +85,25 @@ class DebugChecks(Checks):
         for address, size in self._pages(blocks):
             ctypes.memset(address, PAINT, size)
         self._painted.update(blocks)
+        self._unwritten.update(blocks)
 
     def owned(self, blocks: Iterable[int]) -> None:
         """Look whether the paint is whole."""
         for block in self._painted.intersection(blocks):
             self._painted.discard(block)
             if not self._is_painted(block):
+                self._unwritten.discard(block)
                 self._complain(f"GPU block {block} was written after it was freed, before its next owner had it")
 
-    def offered(self, blocks: Iterable[int]) -> None:
-        """Look whether the paint is gone: somebody must have written what is stored."""
-        for block in self._painted.intersection(blocks):
-            self._painted.discard(block)
-            if self._is_painted(block):
-                self._complain(f"GPU block {block} is stored, but nobody wrote to it since it was freed")
-
     def stored(self, job: Job) -> None:
-        """Note the checksums of sampled keys."""
+        """Look whether the paint is gone, since somebody must have written what was stored; note sampled checksums."""
         if self._kv_caches is None:
             return
+        for block in self._unwritten.intersection(job.gpu_blocks):
+            self._unwritten.discard(block)
+            self._painted.discard(block)
+            if self._is_painted(block):
+                self._complain(f"GPU block {block} was stored, but nobody wrote to it since it was freed")
         factor = self._geometry.groups[0].factor
         for at, key in enumerate(job.keys):
             if _is_sampled(key):

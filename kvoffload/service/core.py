@@ -6,7 +6,9 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from kvoffload.errors import ClosedError
 from kvoffload.keys import BlockChain, BlockInfo, OffloadKey
 from kvoffload.manager.base import (
     EventSink,
@@ -21,7 +23,7 @@ from kvoffload.service.checks import Checks
 from kvoffload.service.geometry import BlockGeometry
 from kvoffload.service.guard import GuardedManager, IsolatedEvents, IsolatedMetrics
 from kvoffload.service.history import KeyHistory
-from kvoffload.service.jobs import Job, Signal
+from kvoffload.service.jobs import Job, JobKind, Signal
 from kvoffload.service.last_use import LastUse
 from kvoffload.service.ownership import GPUBlockBook
 from kvoffload.service.results import PrefixMatch
@@ -31,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 _REMEMBERED_KEYS = 1 << 17
 """Fates that are remembered at least: a small cache would forget an eviction before its key is asked for again."""
+
+
+_FAILURE_LOG_SECONDS = 1.0
+"""A device that fails every copy must not fill the log: all failures are counted, one in this time is named."""
 
 
 class NullEvents:
@@ -72,6 +78,21 @@ class LeaseState:
     ended: str | None = None
 
 
+class FirstLook(NamedTuple):
+    """What a request found at its first look-up: ready blocks, then pending ones, then why each further one missed."""
+
+    ready: int
+    pending: int
+    causes: Sequence[str]
+
+    def at(self, index: int) -> str | None:
+        """Return what was found at one block; None for a block that the chain did not have yet."""
+        if index < self.ready + self.pending:
+            return "ready" if index < self.ready else "pending"
+        missed = index - self.ready - self.pending
+        return self.causes[missed] if missed < len(self.causes) else None
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
     """What the engine keeps of one request until `finish`.
@@ -84,6 +105,7 @@ class RequestState:
         finished: It has ended; nothing is pinned or booked for it any more.
         leases: Its open leases.
         hit_tokens: Tokens ready at its first look-up.
+        found: What its first look-up found, per group.
     """
 
     context: ReqContext
@@ -98,6 +120,7 @@ class RequestState:
     outcome: RequestOutcome | None = None
     jobs: dict[JobId, Job] = field(default_factory=dict)
     leases: dict[JobId, LeaseState] = field(default_factory=dict)
+    found: list[FirstLook] = field(default_factory=list)
 
     @property
     def over(self) -> bool:
@@ -162,6 +185,7 @@ class Core:
         self.stores_paused = False
         self.reported: list[Job] = []
         self._ids = itertools.count(1)
+        self._next_failure_line = float("-inf")
 
     def new_id(self) -> JobId:
         """Return an id that no job or transfer of this engine had."""
@@ -173,6 +197,13 @@ class Core:
             self.fault, self.fault_reason = error, reason
             logger.error("%s: %r; serving misses from now on", reason, error, exc_info=error)
             self.ring()
+
+    def log_failed_copy(self, kind: JobKind, gpu_blocks: Sequence[int], error: BaseException | None) -> None:
+        """Name a copy that failed, at its submission or in flight, unless another was named a moment ago."""
+        now = self.clock()
+        if now >= self._next_failure_line and not isinstance(error, ClosedError):
+            self._next_failure_line = now + _FAILURE_LOG_SECONDS
+            logger.warning("a %s of GPU blocks %s failed: %r", kind, list(gpu_blocks), error)
 
     @property
     def serving(self) -> bool:

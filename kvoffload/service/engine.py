@@ -297,7 +297,7 @@ class OffloadEngine(EngineLife):
     def explain(self, request_id: str) -> list[BlockReport]:
         """Say for each offloaded block of a running or recent request why it is, or is not, served."""
         self.check()
-        return explain(self._core, self._roster.keys(request_id))
+        return explain(self._core, *self._roster.look_back(request_id))
 
     def health(self) -> Health:
         """Return whether hits are served, and what is degraded."""

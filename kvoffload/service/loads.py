@@ -9,7 +9,7 @@ from kvoffload.errors import TransferError, UsageError
 from kvoffload.keys import OffloadKey
 from kvoffload.manager.base import Match
 from kvoffload.service.board import TransferBoard
-from kvoffload.service.core import Core, RequestState
+from kvoffload.service.core import Core, FirstLook, RequestState
 from kvoffload.service.geometry import Tables
 from kvoffload.service.jobs import Job, JobState, Transfer
 from kvoffload.service.results import LoadOutcome, LoadResult, PrefixMatch
@@ -58,11 +58,20 @@ class LoadDesk:
             keys = chain.keys(group_idx)
             everything += keys
             found = core.manager.lookup_prefix(keys, context)
+            causes = self._causes(keys[found.ready + found.pending :])
+            request.found.append(FirstLook(found.ready, found.pending, causes))
             if group_idx == 0:
-                self._book(request, keys, found)
+                self._book(request, keys, found, causes)
         core.manager.touch(everything, context)
 
-    def _book(self, request: RequestState, keys: Sequence[OffloadKey], found: Match) -> None:
+    def _causes(self, missed: Sequence[OffloadKey]) -> list[str]:
+        """Return why each of `missed` is not found."""
+        if not missed:
+            return []
+        cause, held = self._core.history.cause, self._core.manager.held(missed)
+        return ["unreachable" if key in held else cause(key) for key in missed]
+
+    def _book(self, request: RequestState, keys: Sequence[OffloadKey], found: Match, causes: Sequence[str]) -> None:
         core, hits = self._core, found.ready
         tokens = request.chain.num_tokens
         request.hit_tokens = min(tokens, hits * core.geometry.spans[0])
@@ -75,11 +84,7 @@ class LoadDesk:
         metrics.count("hit_tokens", request.hit_tokens)
         if found.pending:
             metrics.count("pending_blocks", found.pending)
-        missed = keys[hits + found.pending :]
-        if not missed:
-            return
-        cause, held = core.history.cause, core.manager.held(missed)
-        for why, amount in Counter("unreachable" if key in held else cause(key) for key in missed).items():
+        for why, amount in Counter(causes).items():
             metrics.count("miss_blocks", amount, why)
 
     @property
@@ -191,6 +196,7 @@ class LoadDesk:
         refused = self._board.submit(Transfer(int(job.id), "load", (source, spec), [job], after, job.num_bytes))
         if refused is not None:
             core.metrics.count("transfer_failures", label="load")
+            core.log_failed_copy("load", blocks, refused)
             result = LoadResult(LoadOutcome.FAILED, reason="copy_failed", error=refused)
             self._close(job, result)
         return job

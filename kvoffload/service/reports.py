@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from kvoffload.keys import OffloadKey
 from kvoffload.service.board import TransferBoard
-from kvoffload.service.core import Core
+from kvoffload.service.core import Core, FirstLook
 from kvoffload.service.jobs import JobState
 from kvoffload.service.results import BlockReport, Stats
 
 
-def explain(core: Core, per_group: Sequence[Sequence[OffloadKey]]) -> list[BlockReport]:
-    """Say for each offloaded block of a sequence whether it is served, and if not, what last happened to it."""
+def explain(core: Core, per_group: Sequence[Sequence[OffloadKey]], looks: Sequence[FirstLook]) -> list[BlockReport]:
+    """Say for each offloaded block of a request whether it is served, what last happened to it, what was found."""
     now = core.clock()
     reports = []
     for group_idx, group in enumerate(core.geometry.groups):
@@ -26,7 +26,8 @@ def explain(core: Core, per_group: Sequence[Sequence[OffloadKey]]) -> list[Block
             if not found.ready and not found.pending:
                 fate = core.history.fate(key)
                 state, age = (fate[0], now - fate[1]) if fate else ("never offered", None)
-            reports.append(BlockReport(index * group.factor, group_idx, state, age))
+            first = looks[group_idx].at(index) if looks else None
+            reports.append(BlockReport(index * group.factor, group_idx, state, age, first))
     return reports
 
 

@@ -10,7 +10,10 @@ from kvoffload.errors import UsageError
 from kvoffload.keys import BlockChain, OffloadKey
 from kvoffload.manager.base import ReqContext, RequestOutcome
 from kvoffload.service.arguments import check_request
-from kvoffload.service.core import Core, RequestState
+from kvoffload.service.core import Core, FirstLook, RequestState
+
+Keys = Sequence[Sequence[OffloadKey]]
+"""Per group, the keys of a request."""
 
 RECENT_REQUESTS = 256
 RECENT_KEYS = 1 << 17
@@ -22,7 +25,7 @@ class Roster:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._open: dict[str, RequestState] = {}
-        self._recent: OrderedDict[str, Sequence[Sequence[OffloadKey]]] = OrderedDict()
+        self._recent: OrderedDict[str, tuple[Keys, Sequence[FirstLook]]] = OrderedDict()
         self._recent_keys = 0
 
     def __len__(self) -> int:
@@ -78,25 +81,27 @@ class Roster:
             outcome = replace(outcome, now_seconds=core.clock())
         core.manager.finish_request(request.context, outcome, [key for keys in per_group for key in keys])
         core.flush_events()
-        self._remember(request_id, per_group)
+        self._remember(request_id, per_group, request.found)
 
-    def _remember(self, request_id: str, per_group: Sequence[Sequence[OffloadKey]]) -> None:
+    def _remember(self, request_id: str, per_group: Keys, found: Sequence[FirstLook]) -> None:
         recent = self._recent
-        self._recent_keys += sum(map(len, per_group)) - sum(map(len, recent.pop(request_id, ())))
-        recent[request_id] = per_group
+        before, _ = recent.pop(request_id, ((), ()))
+        self._recent_keys += sum(map(len, per_group)) - sum(map(len, before))
+        recent[request_id] = per_group, found
         while len(recent) > RECENT_REQUESTS or (self._recent_keys > RECENT_KEYS and len(recent) > 1):
-            _, dropped = recent.popitem(last=False)
+            _, (dropped, _) = recent.popitem(last=False)
             self._recent_keys -= sum(map(len, dropped))
 
-    def keys(self, request_id: str) -> Sequence[Sequence[OffloadKey]]:
-        """Return the keys per group of an open or recent request.
+    def look_back(self, request_id: str) -> tuple[Keys, Sequence[FirstLook]]:
+        """Return the keys per group of an open or recent request, and what its first look-up found.
 
         Raises:
             UsageError: It is neither.
         """
         request = self._open.get(request_id)
         if request is not None:
-            return [request.chain.keys(group_idx) for group_idx in range(len(self._core.geometry.groups))]
+            groups = range(len(self._core.geometry.groups))
+            return [request.chain.keys(group_idx) for group_idx in groups], request.found
         recent = self._recent.get(request_id)
         if recent is None:
             raise UsageError(f"request {request_id!r} is not known (the last {RECENT_REQUESTS} are)")

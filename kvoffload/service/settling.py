@@ -38,6 +38,9 @@ class Settler:
             Exception: The first that settling a job raised; all were tried.
         """
         late = any(job.state is JobState.HUNG for job in transfer.jobs)
+        if not result.success:
+            blocks = [block for job in transfer.jobs for block in job.gpu_blocks]
+            self._core.log_failed_copy(transfer.kind, blocks, result.error)
         self._uncounted.append((transfer.kind, transfer.num_bytes, late, result))
         desk = self._loads if transfer.kind == "load" else self._stores
         errors: list[Exception] = []

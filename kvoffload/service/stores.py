@@ -244,7 +244,6 @@ class StoreDesk:
             core.writing[key] = job
         request.jobs[job.id] = job
         job.on_release(request.forget_job)
-        core.checks.offered(ids)
         core.book.hold(ids)
         self._queued_bytes += job.num_bytes
         self._queue[job.id] = StoreOffer(job, spec, cpu_parts, ready)
@@ -296,6 +295,7 @@ class StoreDesk:
             error = self._submit([offer]) if len(offers) > 1 else refused
             if error is not None:
                 self._core.metrics.count("transfer_failures", label="store")
+                self._core.log_failed_copy("store", offer.job.gpu_blocks, error)
                 self._close(offer.job, success=False, reason="copy_failed", error=error)
 
     def _submit(self, offers: Sequence[StoreOffer]) -> BaseException | None:

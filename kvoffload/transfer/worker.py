@@ -28,6 +28,7 @@ class OffloadingWorker:
         self._notify: Callable[[], None] | None = None
         self._submit_errors: dict[int, BaseException] = {}
         self._handler_errors: dict[TransferType, BaseException] = {}
+        self._broken: set[TransferType] = set()
 
     def register_handler(
         self, src_cls: type[LoadStoreSpec], dst_cls: type[LoadStoreSpec], handler: OffloadingHandler
@@ -84,9 +85,12 @@ class OffloadingWorker:
             try:
                 finished.extend(handler.get_finished())
             except Exception as error:
-                if transfer_type not in self._handler_errors:
+                if transfer_type not in self._broken:  # it is polled ten times a second until its copies have ended
                     logger.exception("handler for %s failed when polled", _arrow(transfer_type))
+                self._broken.add(transfer_type)
                 self._handler_errors[transfer_type] = error
+            else:
+                self._broken.discard(transfer_type)
         return finished
 
     def take_handler_errors(self) -> dict[TransferType, BaseException]:

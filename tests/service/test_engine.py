@@ -166,6 +166,29 @@ def test_explain_names_what_happened_to_each_block():
         assert [r.state for r in engine.explain("b")] == ["ready"]
 
 
+def test_explain_tells_what_a_request_found_from_what_is_so_now():
+    rig = Rig(capacity=8)
+    with rig.engine() as engine:
+        engine.begin("a", chain(rig, 8))
+        assert [r.found for r in engine.explain("a")] == [None, None]
+        assert engine.submit_load("a", _spec([0, 1])) is None
+        engine.submit_store("a", _spec([0, 1]), "host-visible")
+        engine.poll()
+        engine.finish("a")
+        assert [(r.state, r.found) for r in engine.explain("a")] == [("ready", "new"), ("ready", "new")]
+        rig.stores.hold()
+        engine.begin("b", chain(rig, 12))
+        engine.begin("c", chain(rig, 16))
+        engine.submit_store("b", _spec([0, 1, 2]), "host-visible")
+        engine.discard(chain(rig, 4).keys(0))
+        engine.submit_load("c", _spec([4, 5, 6, 7]))
+        assert [r.found for r in engine.explain("b")] == ["ready", "ready", "new"]
+        assert [r.found for r in engine.explain("c")] == ["discarded", "unreachable", "unreachable", "new"]
+        engine.state("c").chain.extend(range(4))
+        assert [r.found for r in engine.explain("c")][4] is None
+        rig.stores.resume()
+
+
 def test_switching_off_drops_the_cache_and_rejects_stores():
     rig = Rig()
     with rig.engine() as engine:

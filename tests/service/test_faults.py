@@ -134,6 +134,33 @@ async def test_observer_that_raises_is_logged_once_and_ignored(sink, caplog):
     rig.check([0, 1, 10, 11, 12])
 
 
+@pytest.mark.parametrize("when", ["at its submission", "in flight"])
+@pytest.mark.parametrize("kind", ["store", "load"])
+async def test_failed_copy_is_named_in_the_log_and_a_flood_of_them_is_not(kind, when, caplog):
+    rig, clock = Rig(capacity=32), ManualClock()
+    handler = rig.stores if kind == "store" else rig.loads
+    fail = handler.fail_next if when == "in flight" else handler.refuse_next
+
+    async def once(service, seed):
+        if kind == "store":
+            return await _store(rig, service, [0, 1], seed=seed)
+        async with service.request("r", service.chain(tokens(9, 1)), gpu_blocks=[0, 1, 2], free=None) as request:
+            return await request.load()
+
+    async with rig.service(clock=clock) as service:
+        await _store(rig, service, [0, 1], seed=1)
+        for seed in (2, 3, 4):
+            fail(OSError("link down"))
+            assert (await once(service, seed)).reason == "copy_failed"
+        assert [record.getMessage() for record in caplog.records] == [
+            f"a {kind} of GPU blocks [0, 1] failed: OSError('link down')"
+        ]
+        clock.advance(1.0)
+        fail(OSError("link down"))
+        await once(service, 5)
+        assert len(caplog.records) == 2
+
+
 async def test_free_that_raises_is_logged_with_the_blocks_and_nothing_else_is_lost(caplog):
     rig = Rig()
 

@@ -86,6 +86,8 @@ def test_handler_that_raises_at_poll_does_not_hide_the_others(caplog):
     assert len(caplog.records) == 1
     assert {kind: str(error) for kind, error in worker.take_handler_errors().items()} == {("GPU", "CPU"): "poll failed"}
     assert worker.take_handler_errors() == {}
+    worker.get_finished()
+    assert len(caplog.records) == 1, "it is still broken: no news"
 
 
 def test_handler_that_fails_to_shut_down_does_not_stop_the_rest():
