@@ -12,14 +12,18 @@ import json
 
 from kvoffload.cli.feed import add_replay_argument
 from kvoffload.cli.feed_snippet import describe
-from kvoffload.events.register import DynamoIndexer, registration
+from kvoffload.events.register import DynamoIndexer, registered_instance, registration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--indexer", metavar="URL", required=True, help="Dynamo's indexer")
     add_replay_argument(parser)
-    parser.add_argument("--instance", type=int, help="the worker's number (made from the instance id)")
+    parser.add_argument(
+        "--instance",
+        type=int,
+        help="the worker's number (the one registered with this endpoint; else made from the instance id)",
+    )
     parser.add_argument("--model", help="model name (the publisher's)")
     parser.add_argument("--slot", type=int, help="dp_rank slot; take a free one beside the engine's feed (the rank)")
     parser.add_argument("--unregister", action="store_true", help="only remove the registration")
@@ -27,10 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Register, or unregister."""
-    body = registration(
-        describe(args.replay, args.timeout), instance=args.instance, model=args.model, dp_rank=args.slot
-    )
+    description = describe(args.replay, args.timeout)
     indexer = DynamoIndexer(args.indexer)
+    instance = args.instance
+    if instance is None:
+        instance = registered_instance(indexer.workers(), str(description["endpoint"]))
+    body = registration(description, instance=instance, model=args.model, dp_rank=args.slot)
     if args.unregister:
         found = indexer.unregister(body["instance_id"], body["model_name"])
         print("unregistered" if found else "was not registered")

@@ -19,7 +19,7 @@ import zmq
 
 from kvoffload.cli.feed import add_replay_argument
 from kvoffload.events.client import NoAnswer, ReplayClient
-from kvoffload.events.register import DynamoIndexer, IndexerError, registration
+from kvoffload.events.register import DynamoIndexer, IndexerError, registered_instance, registration
 from kvoffload.events.settings import PRESETS, reachable
 from kvoffload.events.snippets import host_of
 from kvoffload.events.verify import Finding, Probe, diagnose, probes
@@ -45,11 +45,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(result))
     else:
-        if args.indexer:
+        if not args.indexer:
+            print("no consumer was asked (--indexer URL): only the feed's own settings were checked")
+        elif result["prefixes"]:
             for tier in ("gpu", "cpu"):
                 print(f"{tier}: {result['found'][tier]} of {result['expected'][tier]} tokens found")
-        else:
-            print("no consumer was asked (--indexer URL): only the feed's own settings were checked")
+        elif result["prefixes"] is not None:
+            print("nothing was asked for: no announced block can be found by its tokens alone")
         for finding in result["findings"]:
             print(f"{finding['name']}: {finding['text']}")
         print("ok" if result["ok"] else "NOT ok")
@@ -81,6 +83,14 @@ def verify(args: argparse.Namespace) -> dict[str, Any]:
             found = _ask_until(indexer, asked, body, expected, args.wait)
         except IndexerError as error:
             problems = [Finding("indexer", str(error))]
+    if special and not asked:
+        problems.append(
+            Finding(
+                "salt",
+                "every announced chain carries extra keys (salt, LoRA name, multimodal content): only requests with "
+                "the same keys find it",
+            )
+        )
     missing = not problems and any(found[tier] < expected[tier] for tier in found)
     findings = diagnose(
         description,
@@ -98,6 +108,7 @@ def _result(found: dict[str, int], expected: dict[str, int], findings: list[Find
         "ok": found == expected and not findings,
         "found": found,
         "expected": expected,
+        "prefixes": None,
         "findings": [{"name": finding.name, "text": finding.text} for finding in findings],
     }
 
@@ -127,8 +138,4 @@ def _instance(args: argparse.Namespace, description: dict[str, Any], workers: li
     """Return the given instance, or the one that is registered with the feed's endpoint."""
     if args.instance is not None:
         return int(args.instance)
-    bound = reachable(description["endpoint"], host_of(args.replay))
-    for worker in workers:
-        if bound in (worker.get("endpoints") or {}).values():
-            return int(worker["instance_id"])
-    return None
+    return registered_instance(workers, reachable(description["endpoint"], host_of(args.replay)))

@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from kvoffload.cli.values import Capacity, address, capacity, natural, positive, size, speed
 from kvoffload.config import EventsConfig, OffloadConfig
 from kvoffload.errors import ConfigError
+from kvoffload.events.settings import PRESETS
 from kvoffload.simulate.workload import Workload, WorkloadSize
 
 
@@ -71,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     feed.add_argument("--no-feed", action="store_true", help="no events feed at all")
     add("--feed-replay", metavar="ENDPOINT", help="answer replays there (the port after the feed's)")
+    add("--consumer", choices=sorted(PRESETS), help="whom the feed must suit (vllm)")
     add("--forever", action="store_true", help="begin anew at the end, until SIGTERM or Ctrl-C")
     add("--http", type=address, metavar="HOST:PORT", help="serve /metrics, /livez and /readyz while it runs")
     add("--metrics-dump", type=Path, metavar="FILE", help="write the metrics to FILE at the end")
@@ -117,16 +119,21 @@ def run(args: argparse.Namespace) -> int:
         return run_drive_command(args, workload, measured, config.model_copy(update={"events": events}))
 
 
-def _events(endpoint: str | None, replay: str | None) -> EventsConfig | None:
+def _events(endpoint: str | None, replay: str | None, consumer: str | None) -> EventsConfig | None:
     """Return the feed's configuration: replays are answered at the port after the feed's, unless told otherwise."""
     if endpoint is None:
-        if replay is not None:
-            raise ConfigError("--feed-replay needs --feed ENDPOINT")
+        for option, value in (("--feed-replay", replay), ("--consumer", consumer)):
+            if value is not None:
+                raise ConfigError(f"{option} needs --feed ENDPOINT")
         return None
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"--feed must end in a port, such as tcp://127.0.0.1:5557; got {endpoint!r}")
-    return EventsConfig(endpoint=endpoint, replay_endpoint=replay or f"{host}:{int(port) + 1 if int(port) else 0}")
+    return EventsConfig(
+        endpoint=endpoint,
+        replay_endpoint=replay or f"{host}:{int(port) + 1 if int(port) else 0}",
+        consumer=[consumer or "vllm"],
+    )
 
 
 def _config(args: argparse.Namespace, workload: Workload, measured: WorkloadSize) -> OffloadConfig:
@@ -146,5 +153,5 @@ def _config(args: argparse.Namespace, workload: Workload, measured: WorkloadSize
         store_threshold=args.store_threshold,
         model_name="simulated",
         prefill_tokens_per_second=args.prefill_rate,
-        events=_events(args.feed, args.feed_replay),
+        events=_events(args.feed, args.feed_replay, args.consumer),
     )

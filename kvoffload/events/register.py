@@ -45,6 +45,14 @@ def registration(
     }
 
 
+def registered_instance(workers: Sequence[Mapping[str, Any]], endpoint: str) -> int | None:
+    """Return the instance that is registered with an endpoint: another one would count the same worker twice."""
+    for worker in workers:
+        if endpoint in (worker.get("endpoints") or {}).values():
+            return int(worker["instance_id"])
+    return None
+
+
 def dialled(description: Mapping[str, Any], host: str) -> dict[str, Any]:
     """Return a description whose endpoints others can dial: a wildcard address is replaced by `host`."""
     replay = description["replay_endpoint"]

@@ -145,6 +145,15 @@ def _feed_findings(description: Mapping[str, Any], consumer: str, indexer_url: s
                 "salt", f"{salted} salted blocks are withheld: their infos lack the extra keys that tell tenants apart"
             )
         )
+    bare = description["withheld"].get("no_info", 0)
+    if bare:
+        findings.append(
+            Finding(
+                "tokens",
+                f"{bare} blocks are withheld: chains made of block_hashes alone carry no tokens to find them by; make "
+                "them from token_ids",
+            )
+        )
     return findings
 
 
@@ -155,8 +164,10 @@ def _registration_findings(
     ours = [w for w in workers if any(tcp_port(e) == port for e in (w.get("endpoints") or {}).values())]
     if not ours:
         others = [str(e) for w in workers if w.get("model_name") == model for e in (w.get("endpoints") or {}).values()]
-        where = f"registered is {', '.join(others)}" if others else "nothing is registered for this model"
-        return [Finding("port", f"the feed is at {description['endpoint']}, {where}")]
+        if not others:
+            remedy = "`kvoffload feed register`, or paste what `kvoffload feed snippet --for dynamo` prints"
+            return [Finding("registration", f"nothing is registered for the model {model!r}: {remedy}")]
+        return [Finding("port", f"the feed is at {description['endpoint']}, registered is {', '.join(others)}")]
     named = [w for w in ours if w.get("model_name") == model]
     if not named:
         return [Finding("model", f"requests name {model!r}, registered is {ours[0].get('model_name')!r}")]

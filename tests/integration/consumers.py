@@ -133,7 +133,8 @@ def publisher(consumer, **options):
         "endpoint": f"tcp://127.0.0.1:{free_port()}", "replay_endpoint": f"tcp://127.0.0.1:{free_port()}",
         "consumer": consumer, "batch_window_seconds": 0.01, "heartbeat_seconds": 0.3, **options,
     }  # fmt: skip
-    with FeedPublisher(EventsConfig(**settings), model_name="m", instance_id="pod", engine_block_size=BLOCK) as feed:
+    name = settings.pop("instance_id", "pod")
+    with FeedPublisher(EventsConfig(**settings), model_name="m", instance_id=name, engine_block_size=BLOCK) as feed:
         yield feed
 
 

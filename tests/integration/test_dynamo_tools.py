@@ -11,6 +11,7 @@ import pytest
 from consumers import BLOCK, DYNAMO, chain, dynamo, free_port, publisher, store, wait_for
 
 from kvoffload.cli.main import main
+from kvoffload.events.register import DynamoIndexer
 from kvoffload.keys import BlockInfo
 from kvoffload.manager.base import OffloadingEvent
 
@@ -59,8 +60,6 @@ def instance(indexer):
 
 
 def indexer_url_unregister(indexer, model, number):
-    from kvoffload.events.register import DynamoIndexer
-
     DynamoIndexer(indexer.url).unregister(number, model)
 
 
@@ -78,6 +77,30 @@ def test_a_registered_feed_is_found_completely(indexer, instance, capsys):
         code, out = feed_command(capsys, "verify", "--replay", feed.replay_endpoints[0], "--indexer", indexer.url)
         assert code == 0
         assert "cpu: 224 of 224 tokens found" in out
+
+
+def test_a_restarted_feed_with_another_instance_id_is_not_registered_as_a_second_worker(indexer, capsys):
+    """An instance id that is not configured is made anew in each process."""
+    ports = {"endpoint": f"tcp://127.0.0.1:{free_port()}", "replay_endpoint": f"tcp://127.0.0.1:{free_port()}"}
+    for name in ("first", "second"):
+        with publisher("dynamo", instance_id=name, **ports) as feed:
+            store(feed, chain(1, 4))
+            feed.flush()
+            arguments = ("register", "--indexer", indexer.url, "--replay", feed.replay_endpoints[0])
+            assert feed_command(capsys, *arguments)[0] == 0
+            assert verify(capsys, feed, indexer, "--wait", "5")["ok"]
+            ours = [w for w in DynamoIndexer(indexer.url).workers() if ports["endpoint"] in w["endpoints"].values()]
+            assert len(ours) == 1
+            if name == "second":
+                assert feed_command(capsys, *arguments, "--unregister") == (0, "unregistered\n")
+
+
+def test_verify_says_what_to_do_where_nothing_is_registered(indexer, capsys):
+    with publisher("dynamo", instance_id="lonely") as feed:
+        store(feed, chain(1, 4))
+        result = verify(capsys, feed, indexer, "--wait", "0", "--model", "nobody-registered-this")
+        assert names_of(result) == ["registration"]
+        assert "kvoffload feed register" in result["findings"][0]["text"]
 
 
 def test_registration_at_start_and_close_is_automatic_and_never_fatal(indexer, capsys):

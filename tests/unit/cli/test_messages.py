@@ -24,6 +24,7 @@ MISTAKES = [
     ("run --capacity 0%", "or a percentage such as 5%; got '0%'"),
     ("run --feed abc", "such as tcp://127.0.0.1:5557; got 'abc'"),
     ("run --feed-replay tcp://x:1", "--feed-replay needs --feed ENDPOINT"),
+    ("run --consumer dynamo", "--consumer needs --feed ENDPOINT"),
     ("run --http 1", "must be HOST:PORT, such as 127.0.0.1:9464; got '1'"),
     ("run --speed 0", "must be 'max' or a positive number; got '0'"),
     ("run --concurrency 0", "at least 1; got '0'"),

@@ -1,20 +1,24 @@
 """What an operator of several feeds, slots and consumers is told, and what registrations touch."""
 
 import argparse
+import re
 import time
+from pathlib import Path
 
 import pytest
-from feedkit import Reader, chain, names, publisher, removed, stored
+from feedkit import BLOCK, Reader, chain, names, publisher, removed, stored
 
 from kvoffload.cli import feed_verify
 from kvoffload.config import EventsConfig
 from kvoffload.errors import ConfigError
 from kvoffload.events import publisher as publisher_module
+from kvoffload.events import verify
 from kvoffload.events.register import DynamoIndexer
 from kvoffload.events.replay import snapshot_payloads
 from kvoffload.events.settings import resolve
 from kvoffload.events.verify import diagnose, probes
 from kvoffload.events.wire import BlockRemoved, decode_batch
+from kvoffload.keys import BlockChain, GroupLayout
 from kvoffload.manager.base import ReqContext
 from kvoffload.manager.cpu import CPUOffloadingManager
 
@@ -140,3 +144,46 @@ def test_lookups_are_silent_and_a_reset_of_the_manager_empties_the_consumer_with
         assert time.monotonic() - before < 1.0
         assert all(isinstance(each, BlockRemoved) and each.medium == "CPU" for each in gone)
         assert {name for each in gone for name in each.block_hashes} == {n for _, n in names(blocks)}
+
+
+def verified(feed, *arguments):
+    """Return what `feed verify` says of a feed, asked without an indexer's answers."""
+    parser = argparse.ArgumentParser()
+    feed_verify.add_arguments(parser)
+    return feed_verify.verify(parser.parse_args(["--replay", feed.replay_endpoints[0], *arguments]))
+
+
+def test_blocks_without_tokens_are_a_finding():
+    with publisher() as feed:
+        blocks = BlockChain([GroupLayout(BLOCK)], block_hashes=[bytes([i]) * 32 for i in range(3)])
+        feed.publish(*stored(blocks))
+        assert feed.flush()
+        findings = verified(feed)["findings"]
+    assert [finding["name"] for finding in findings] == ["tokens"]
+    assert "3 blocks" in findings[0]["text"]
+
+
+def test_a_cache_of_salted_chains_alone_is_a_finding_and_not_ok():
+    """Otherwise 0 of 0 tokens would look like success."""
+    with publisher() as feed:
+        feed.publish(*stored(chain(1, 3, cache_salt="tenant")))
+        assert feed.flush()
+        result = verified(feed)
+    assert [finding["name"] for finding in result["findings"]] == ["salt"]
+    assert (result["ok"], result["prefixes"]) == (False, 0)
+
+
+def test_an_unregistered_feed_is_told_apart_from_a_wrong_port():
+    description = {"endpoint": "tcp://h:5557", "model_name": "m", "block_size": 16}
+    description |= {"encoding": "map", "topic": "", "hash_mode": "uint64", "contiguity": "relaxed", "withheld": {}}
+    assert [f.name for f in diagnose(description, consumer="dynamo", workers=[])] == ["registration"]
+    elsewhere = [{"instance_id": 1, "model_name": "m", "endpoints": {"0": "tcp://h:9999"}}]
+    assert [f.name for f in diagnose(description, consumer="dynamo", workers=elsewhere)] == ["port"]
+
+
+def test_the_guide_names_every_reason_that_verify_gives():
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "no-cpu-hits.md").read_text()
+    sources = [Path(verify.__file__).read_text(), Path(feed_verify.__file__).read_text()]
+    reasons = {name for text in sources for name in re.findall(r'Finding\(\s*"([^"]+)"', text)}
+    assert len(reasons) > 8
+    assert {reason for reason in reasons if f"| `{reason}` |" not in guide} == set()
