@@ -39,6 +39,9 @@ async def generate(service: kv.OffloadService, ids: list[int], max_tokens: int) 
     table = [pool.pop() for _ in range(-(-(len(ids) + max_tokens) // BLOCK))]
     async with service.request(uuid.uuid4().hex, chain, gpu_blocks=table, free=pool.extend) as request:
         loaded = await request.load()  # a miss, a timeout, a failed copy: 0 tokens, no exception
+        for block in loaded.undefined_gpu_blocks:  # a late copy may still write there: compute into others
+            table[table.index(block)] = pool.pop()
+        request.when_released(loaded.undefined_gpu_blocks, pool.extend)
         yield f'data: {{"loaded_tokens": {loaded.num_tokens}}}\n\n'
         token = forward(ids, loaded.num_tokens, table)
         request.store(computed_tokens=len(ids), ready="host-visible")  # on a GPU: an event recorded after the forward

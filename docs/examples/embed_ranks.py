@@ -1,4 +1,7 @@
-"""The front end of embed.py over two ranks: the service decides here, each rank process moves its own bytes."""
+"""The front end of embed.py over two ranks: the service decides here, each rank process moves its own bytes.
+
+`pip install fastapi uvicorn`, then `uvicorn embed_ranks:app`.
+"""
 
 import asyncio
 import multiprocessing
@@ -61,7 +64,7 @@ async def forward(token_ids: list[int], start: int, table: list[int]) -> int:
     def step() -> int:
         for steps in app.state.steps:
             steps.send((token_ids, start, table))
-        return sum(steps.recv() for steps in app.state.steps) % 1000
+        return sum(int(steps.recv()) for steps in app.state.steps) % 1000
 
     async with app.state.lock:
         return await asyncio.to_thread(step)
@@ -72,6 +75,9 @@ async def generate(service: kv.OffloadService, ids: list[int], max_tokens: int) 
     table = [pool.pop() for _ in range(-(-(len(ids) + max_tokens) // BLOCK))]
     async with service.request(uuid.uuid4().hex, chain, gpu_blocks=table, free=pool.extend) as request:
         loaded = await request.load()  # on every rank, or not at all
+        for block in loaded.undefined_gpu_blocks:  # a late copy may still write there: compute into others
+            table[table.index(block)] = pool.pop()
+        request.when_released(loaded.undefined_gpu_blocks, pool.extend)
         yield f'data: {{"loaded_tokens": {loaded.num_tokens}}}\n\n'
         token = await forward(ids, loaded.num_tokens, table)
         request.store(computed_tokens=len(ids), ready="host-visible")  # the step has come back

@@ -65,10 +65,13 @@ class EngineCore:
     def step(self) -> None:
         engine = self.engine
         for job in engine.poll():  # what ended on every rank
-            if job.kind == "load":
+            if isinstance(job.result, kv.LoadResult):
                 request = self.parked.pop(job.job_id)
                 request.computed = request.loaded = job.result.num_tokens
                 request.stored = request.loaded // BLOCK
+                for block in job.result.undefined_gpu_blocks:  # a late copy may still write there: use others
+                    request.table[request.table.index(block)] = self.pool.pop()
+                self.leaving += job.result.undefined_gpu_blocks
                 self.running.append(request)
         for request in [request for request in self.running if not request.tried]:
             request.tried = True  # one token is left to compute, so that there is a next one
@@ -93,8 +96,8 @@ class EngineCore:
             request.computed = len(request.tokens)
             whole = request.computed // BLOCK
             if whole > request.stored:
-                blocks = request.table[request.stored : whole]
-                spec = kv.GPULoadStoreSpec(blocks, [len(blocks)], [request.stored])
+                new = request.table[request.stored : whole]
+                spec = kv.GPULoadStoreSpec(new, [len(new)], [request.stored])
                 engine.submit_store(request.id, spec, "host-visible")
                 request.stored = whole
             request.tokens.append(token)
