@@ -78,10 +78,9 @@ class Node(msgspec.Struct, weakref=True, eq=False):
 class Tiers:
     """Numbers the (medium, group) pairs in the order of their first use, and makes identities from them."""
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self) -> None:
         self._names: list[tuple[str, int | None]] = []
         self._index: dict[tuple[str, int | None], int] = {}
-        self._wide = codec.hash_mode == "bytes"
 
     def index(self, medium: str, group: int | None) -> int:
         """Return the number of a tier."""

@@ -110,7 +110,7 @@ class Journal:
         clock: Callable[[], float],
     ) -> None:
         self.codec = codec
-        self.tiers = Tiers(codec)
+        self.tiers = Tiers()
         self.first = first_sequence
         self.next = first_sequence
         self.sole = sole_publisher

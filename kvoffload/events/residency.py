@@ -32,7 +32,6 @@ class Residency:
         self._media = frozenset(media)
         self.withheld = WithheldBlocks(journal.tiers)
         self._factors: dict[int, int] = {}
-        self.unknown_removals = 0
 
     # What the manager says: offloaded blocks by key.
 
@@ -359,10 +358,7 @@ class Residency:
 
     def _retract(self, ident: Ident) -> None:
         """Remove the offloaded block that ends at `ident`: those of its blocks that no other one contains."""
-        nodes = self._block(ident)
-        if not nodes:
-            self.unknown_removals += 1
-        for node in nodes:
+        for node in self._block(ident):
             node.refs -= 1
             if node.refs <= 0:
                 self.journal.retire(node)

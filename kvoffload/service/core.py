@@ -22,7 +22,7 @@ from kvoffload.metrics.recorder import MetricsRecorder
 from kvoffload.service.checks import Checks
 from kvoffload.service.geometry import BlockGeometry
 from kvoffload.service.guard import GuardedManager, IsolatedEvents, IsolatedMetrics
-from kvoffload.service.history import KeyHistory
+from kvoffload.service.history import Cause, KeyHistory
 from kvoffload.service.jobs import Job, JobKind, Signal
 from kvoffload.service.last_use import LastUse
 from kvoffload.service.ownership import GPUBlockBook
@@ -99,8 +99,8 @@ class RequestState:
 
     Attributes:
         touched: Its keys were looked up and touched (once per request).
-        offered: Offloaded blocks offered so far, per group, by `OffloadEngine.offer`.
-        computed_tokens: Largest value given to `offer`.
+        offered: Offloaded blocks offered so far, per group, by `OffloadRequest.store`.
+        computed_tokens: Largest value given to `OffloadRequest.store`.
         aborted: Nothing new is done for it.
         finished: It has ended; nothing is pinned or booked for it any more.
         leases: Its open leases.
@@ -111,7 +111,6 @@ class RequestState:
     context: ReqContext
     chain: BlockChain
     offered: list[int]
-    began_seconds: float
     touched: bool = False
     computed_tokens: int = 0
     aborted: bool = False
@@ -171,7 +170,7 @@ class Core:
         self.clock = clock
         self.ring = ring
         self.checks = checks if checks is not None else Checks()
-        self.book = GPUBlockBook(self.checks.freed)
+        self.book = GPUBlockBook(self.checks.freed, lambda: self.metrics.count("callback_errors"))
         self.history = KeyHistory(max(2 * capacity, _REMEMBERED_KEYS))
         self.last_use = LastUse(2 * capacity)
         self.writing: dict[OffloadKey, Job] = {}
@@ -215,7 +214,7 @@ class Core:
         """Somebody listens to the events, so stores carry what describes their blocks."""
         return not isinstance(self.events, NullEvents)
 
-    def flush_events(self, infos: Mapping[OffloadKey, BlockInfo] | None = None, cause: str = "evicted") -> None:
+    def flush_events(self, infos: Mapping[OffloadKey, BlockInfo] | None = None, cause: Cause = "evicted") -> None:
         """Deliver the manager's outbox in order; removals are remembered with `cause`."""
         events = list(self.manager.take_events())
         if not events:

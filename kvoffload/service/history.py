@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Literal
 
 from kvoffload.keys import OffloadKey
 
-CAUSES = ("new", "evicted", "filtered", "rejected", "failed", "reset", "discarded")
+Cause = Literal["evicted", "filtered", "rejected", "failed", "reset", "discarded"]
+"""What takes a key out, or keeps it from coming in."""
 
 
 class KeyHistory:
@@ -28,15 +30,15 @@ class KeyHistory:
 
     def __init__(self, limit: int) -> None:
         self._limit = max(16, limit)
-        self._young: dict[int, tuple[str, float]] = {}
-        self._old: dict[int, tuple[str, float]] = {}
-        self._dying: dict[int, tuple[str, float]] = {}
-        self._backlog: deque[tuple[Sequence[OffloadKey], int, tuple[str, float]]] = deque()
+        self._young: dict[int, tuple[Cause, float]] = {}
+        self._old: dict[int, tuple[Cause, float]] = {}
+        self._dying: dict[int, tuple[Cause, float]] = {}
+        self._backlog: deque[tuple[Sequence[OffloadKey], int, tuple[Cause, float]]] = deque()
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
-    def note(self, keys: Sequence[OffloadKey], cause: str, now_seconds: float) -> None:
+    def note(self, keys: Sequence[OffloadKey], cause: Cause, now_seconds: float) -> None:
         """Remember that `keys` left, or did not come in, for `cause`."""
         if keys:
             self._backlog.append((keys, 0, (cause, now_seconds)))
@@ -59,12 +61,12 @@ class KeyHistory:
             if len(young) >= self._limit:
                 self._young, self._old, self._dying = {}, young, self._old
 
-    def cause(self, key: OffloadKey) -> str:
+    def cause(self, key: OffloadKey) -> Cause | Literal["new"]:
         """Return why `key` is not held; `new` when nothing is remembered."""
         fate = self.fate(key)
         return fate[0] if fate else "new"
 
-    def fate(self, key: OffloadKey) -> tuple[str, float] | None:
+    def fate(self, key: OffloadKey) -> tuple[Cause, float] | None:
         """Return cause and time of what last happened to `key`, if it is remembered."""
         if self._backlog:
             self._work()

@@ -165,7 +165,7 @@ class Transfer:
 
 
 @dataclass(slots=True)
-class StoreOffer:
+class QueuedStore:
     """A store that is reserved and waits for the end of the tick, with its pieces per group."""
 
     job: Job

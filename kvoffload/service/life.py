@@ -317,24 +317,6 @@ class EngineLife(SingleOwner, ABC):
         self._core.fail(reason, error)
         self._settler.settle_fault()
 
-    # ---- metrics
-
-    @property
-    def metrics(self) -> MetricsExposition:
-        """The engine's numbers for Prometheus: `render()`, `registry`, `register()`."""
-        if self._exposition is None:
-            from kvoffload.metrics.exposition import MetricsExposition
-
-            self._exposition = MetricsExposition(self)
-        return self._exposition
-
-    def metrics_snapshot(self) -> MetricsSnapshot:
-        """Return all numbers as plain data that pickle and JSON carry; from any thread.
-
-        A front end in another process gives it to a `SnapshotRelay` and exports that.
-        """
-        return self.telemetry.snapshot() if self.owned_here else self.telemetry.ask()
-
     def fileno(self) -> int:
         """Return the descriptor that becomes readable when `poll` has something to take."""
         return self.bridge.fileno()
@@ -353,3 +335,21 @@ class EngineLife(SingleOwner, ABC):
         if self._core.fault is not None and not self._board.idle:
             times.append(self._clock() + FAULT_POLL_SECONDS)
         return min(times, default=None)
+
+    # ---- metrics
+
+    @property
+    def metrics(self) -> MetricsExposition:
+        """The engine's numbers for Prometheus: `render()`, `registry`, `register()`."""
+        if self._exposition is None:
+            from kvoffload.metrics.exposition import MetricsExposition
+
+            self._exposition = MetricsExposition(self)
+        return self._exposition
+
+    def metrics_snapshot(self) -> MetricsSnapshot:
+        """Return all numbers as plain data that pickle and JSON carry; from any thread.
+
+        A front end in another process gives it to a `SnapshotRelay` and exports that.
+        """
+        return self.telemetry.snapshot() if self.owned_here else self.telemetry.ask()

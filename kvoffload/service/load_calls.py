@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvoffload.errors import TransferError
@@ -24,14 +24,31 @@ if TYPE_CHECKING:
     from kvoffload.service.service import OffloadService
 
 
-class _Starting:
-    """A load whose copy was not submitted yet, and where it would write."""
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One load call.
 
-    __slots__ = ("tables", "taken_back")
+    Attributes:
+        state: Whose.
+        tables: Where it would write, from token `first` on.
+        first: First token.
+        wanted: Token up to which it would load, were everything ready.
+        max_tokens: Token up to which it may load.
+        until: When it is answered at the latest.
+        after: What must have happened before the destination may be overwritten.
+        stop: Asked after each wait, and before the copy: what it returns is the answer.
+        taken_back: Its GPU blocks are their owner's again.
+    """
 
-    def __init__(self, tables: Tables) -> None:
-        self.tables = tables
-        self.taken_back = False
+    state: RequestState
+    tables: Tables
+    first: int
+    wanted: int
+    max_tokens: int
+    until: float
+    after: Ready
+    stop: Callable[[], LoadResult | None]
+    taken_back: bool = False
 
 
 class LoadCalls:
@@ -46,13 +63,13 @@ class LoadCalls:
         self._service = service
         self._engine = service.engine
         self._waits = waits
-        self._starting: set[_Starting] = set()
+        self._waiting: set[_Call] = set()
 
     def take_back(self, blocks: Sequence[int]) -> None:
         """GPU blocks are their owner's again: a load that still waits for its turn must not write to them later."""
-        for starting in self._starting:
-            if any(not set(table).isdisjoint(blocks) for table in starting.tables):
-                starting.taken_back = True
+        for call in self._waiting:
+            if any(not set(table).isdisjoint(blocks) for table in call.tables):
+                call.taken_back = True
 
     async def load(
         self,
@@ -71,73 +88,63 @@ class LoadCalls:
         check_ready(after, "after")
         check_timeout(timeout)
         ledger, began = self._engine.ledger, self._service.clock()
-        starting = _Starting(tables)
-
-        def refused() -> LoadResult | None:
-            if starting.taken_back:
-                return LoadResult(LoadOutcome.MISS, reason="aborted")
-            return stop() or self._refusal(state)
-
-        self._starting.add(starting)
+        until = began + (self._service.config.load_deadline_seconds if timeout is None else timeout)
+        wanted = self._engine.loads.most(tables, first, max_tokens)
+        call = _Call(state, tables, first, wanted, max_tokens, until, after, stop)
+        self._waiting.add(call)
         try:
-            result = await self._load(state, tables, first, max_tokens, timeout, after, refused)
+            result = await self._load(call)
         except asyncio.CancelledError:
             ledger.cancelled()
             raise
         finally:
-            self._starting.discard(starting)
+            self._waiting.discard(call)
         ledger.answered(result, self._service.clock() - began)
         return result
 
-    async def _load(
-        self,
-        state: RequestState,
-        tables: Tables,
-        first: int,
-        max_tokens: int,
-        timeout: float | None,
-        after: Ready,
-        refused: Callable[[], LoadResult | None],
-    ) -> LoadResult:
-        service, loads, config = self._service, self._engine.loads, self._service.config
+    async def _load(self, call: _Call) -> LoadResult:
+        service, loads, state, first = self._service, self._engine.loads, call.state, call.first
         began = service.clock()
-        until = began + (config.load_deadline_seconds if timeout is None else timeout)
-        wanted = loads.most(tables, first, max_tokens)
-        await self.wait_pending(state, wanted, min(until, began + config.pending_wait_seconds))
+        await self.wait_pending(state, call.wanted, min(call.until, began + service.config.pending_wait_seconds))
         pending = service.clock() - began
         turn = False
         try:
             while True:
-                refusal = refused()
+                refusal = self._refusal(call)
                 if refusal is not None:
                     return replace(refusal, pending_seconds=pending)
-                end = loads.plan(state, tables, first, max_tokens)
+                end = loads.plan(state, call.tables, first, call.max_tokens)
                 loads.first_use(state)
                 if end <= first:
                     return LoadResult(LoadOutcome.MISS, pending_seconds=pending)
                 if (turn or not service.room.busy) and loads.room(loads.size(first, end)):
                     break
                 first_in_line, turn = turn, False
-                turn = await service.room.wait(until - service.clock(), self._waits, first=first_in_line)
+                turn = await service.room.wait(call.until - service.clock(), self._waits, first=first_in_line)
                 if not turn:
-                    refusal = refused() or LoadResult(LoadOutcome.MISS, reason="backpressure")
+                    refusal = self._refusal(call) or LoadResult(LoadOutcome.MISS, reason="backpressure")
                     return replace(refusal, pending_seconds=pending)
-            job = loads.start(state, tables, first, end, partial=end < wanted, after=after)
+            job = loads.start(state, call.tables, first, end, partial=end < call.wanted, after=call.after)
             service.arm_timer()
         finally:
             if turn:
                 service.room.next()
-        result = await self._wait_copied(state, job, until)
-        if result.outcome is LoadOutcome.LOADED and end < wanted:  # a load that was joined asked for less
+        result = await self._wait_copied(state, job, call.until)
+        if result.outcome is LoadOutcome.LOADED and end < call.wanted:  # a load that was joined asked for less
             result = replace(result, outcome=LoadOutcome.PARTIAL)
-        elif result.outcome is LoadOutcome.PARTIAL and end >= wanted:
+        elif result.outcome is LoadOutcome.PARTIAL and end >= call.wanted:
             result = replace(result, outcome=LoadOutcome.LOADED)
         return replace(result, pending_seconds=pending)
 
-    def _refusal(self, state: RequestState) -> LoadResult | None:
+    def _refusal(self, call: _Call) -> LoadResult | None:
         """Return the answer of a load that may not start; None when it may."""
         engine, service = self._engine, self._service
-        if state.over:
+        if call.taken_back:
+            return LoadResult(LoadOutcome.MISS, reason="aborted")
+        stopped = call.stop()
+        if stopped is not None:
+            return stopped
+        if call.state.over:
             return LoadResult(LoadOutcome.MISS, reason="aborted")
         health = engine.health()
         if not health.ok:

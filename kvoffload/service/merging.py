@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvoffload.manager.specs import GPULoadStoreSpec
-from kvoffload.service.jobs import StoreOffer
+from kvoffload.service.jobs import QueuedStore
 from kvoffload.transfer.base import HOST_VISIBLE, AllReady, Ready
 
 
-def merge(offers: Sequence[StoreOffer]) -> tuple[GPULoadStoreSpec, list[int]]:
+def merge(offers: Sequence[QueuedStore]) -> tuple[GPULoadStoreSpec, list[int]]:
     """Return the GPU and CPU blocks of several offers, group after group."""
     if len(offers) == 1:
         return offers[0].gpu, [block for part in offers[0].cpu_block_ids for block in part]
@@ -29,7 +29,7 @@ def merge(offers: Sequence[StoreOffer]) -> tuple[GPULoadStoreSpec, list[int]]:
     return GPULoadStoreSpec(ids, sizes, indices), cpu
 
 
-def all_ready(offers: Sequence[StoreOffer]) -> Ready:
+def all_ready(offers: Sequence[QueuedStore]) -> Ready:
     """Return what a merged transfer waits for."""
     events: list[Ready] = []
     for offer in offers:

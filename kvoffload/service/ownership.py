@@ -20,13 +20,18 @@ class GPUBlockBook:
 
     Args:
         before_free: Called with blocks right before they are passed.
+        on_failure: Called when `free` has raised; its blocks are lost to their owner.
     """
 
-    def __init__(self, before_free: Callable[[Sequence[int]], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        before_free: Callable[[Sequence[int]], None] = lambda _: None,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
         self._before_free = before_free
         self._busy: dict[int, int] = {}
         self._waiting: dict[int, list[Free]] = {}
-        self.failed_frees = 0
+        self._on_failure = on_failure
 
     @property
     def num_busy(self) -> int:
@@ -82,5 +87,5 @@ class GPUBlockBook:
             self._before_free(blocks)
             free(blocks)
         except Exception:
-            self.failed_frees += 1
+            self._on_failure()
             logger.exception("the free callback raised for GPU blocks %s", blocks)

@@ -48,10 +48,9 @@ class Roster:
         groups = self._core.geometry.groups
         if chain.groups != groups:
             raise UsageError(f"the chain was cut for {chain.groups}, the model has {groups}")
-        req_id, now = context.req_id or "", self._core.clock()
         if context.started_seconds is None:
-            context = replace(context, started_seconds=now)
-        state = self._open[req_id] = RequestState(context, chain, [0] * len(chain.groups), now)
+            context = replace(context, started_seconds=self._core.clock())
+        state = self._open[context.req_id or ""] = RequestState(context, chain, [0] * len(chain.groups))
         return state
 
     def find(self, request_id: str) -> RequestState | None:

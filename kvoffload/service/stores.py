@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvoffload.errors import UsageError
 from kvoffload.keys import BlockInfo, OffloadKey
 from kvoffload.manager.base import PrepareStoreOutput
 from kvoffload.manager.specs import CPULoadStoreSpec, GPULoadStoreSpec
-from kvoffload.service.arguments import check_ready
 from kvoffload.service.board import TransferBoard
 from kvoffload.service.core import Core, RequestState, describes
 from kvoffload.service.geometry import Tables
-from kvoffload.service.jobs import Job, JobState, StoreOffer, Transfer
+from kvoffload.service.jobs import Job, JobState, QueuedStore, Transfer
 from kvoffload.service.merging import all_ready, merge
+from kvoffload.service.offers import Offer, computed_offer, explicit_offer
 from kvoffload.service.results import StoreReason, StoreResult
 from kvoffload.transfer.base import Ready, TransferResult
 
@@ -38,7 +37,7 @@ class StoreDesk:
         self._board = board
         self._max_inflight_bytes = max_inflight_bytes
         self._max_inflight_jobs = max_inflight_jobs
-        self._queue: dict[int, StoreOffer] = {}
+        self._queue: dict[int, QueuedStore] = {}
         self._queued_bytes = 0
         self.stored_bytes = 0
 
@@ -48,89 +47,36 @@ class StoreDesk:
         return len(self._queue)
 
     def offer_computed(self, request: RequestState, tables: Tables, computed_tokens: int, ready: Ready) -> Job:
-        """Offer the complete offloaded blocks below `computed_tokens` that were not offered before.
-
-        Raises:
-            UsageError: `computed_tokens` shrank or exceeds the chain, or a table is too short or has a wrong id.
-        """
-        geometry, chain = self._core.geometry, request.chain
-        if computed_tokens < request.computed_tokens:
-            raise UsageError(
-                f"computed_tokens of request {request.context.req_id!r} shrank "
-                f"from {request.computed_tokens} to {computed_tokens}"
-            )
-        if computed_tokens > chain.num_tokens:
-            raise UsageError(f"computed_tokens is {computed_tokens}, the chain has {chain.num_tokens} tokens")
-        starts, counts, parts = list(request.offered), [], []
-        for group_idx, (group, span) in enumerate(zip(geometry.groups, geometry.spans, strict=True)):
-            upto = min(computed_tokens // span, len(chain.keys(group_idx)))
-            first, last = starts[group_idx] * group.factor, upto * group.factor
-            if len(tables[group_idx]) < last:
-                raise UsageError(
-                    f"group {group_idx} has {len(tables[group_idx])} GPU blocks, {computed_tokens} tokens need {last}"
-                )
-            counts.append(max(0, upto - starts[group_idx]))
-            parts.append(tables[group_idx][first:last])
-        geometry.check_ids(parts)
-        geometry.check_distinct(parts)
-        check_ready(ready)
-        request.computed_tokens = computed_tokens
-        request.offered = [start + count for start, count in zip(starts, counts, strict=True)]
-        return self._offer(request, parts, starts, counts, ready)
+        """Offer what was not offered of the tokens computed so far; see `computed_offer`."""
+        return self._offer(computed_offer(self._core.geometry, request, tables, computed_tokens, ready))
 
     def offer_spec(self, request: RequestState, spec: GPULoadStoreSpec, ready: Ready) -> Job:
-        """Offer explicit GPU blocks; a tail that fills no offloaded block is not offered.
+        """Offer explicit GPU blocks; see `explicit_offer`."""
+        return self._offer(explicit_offer(self._core.geometry, request, spec, ready))
 
-        Raises:
-            UsageError: A group does not start at an offloaded block, or reaches beyond the chain; nothing is reserved.
-        """
-        geometry, chain = self._core.geometry, request.chain
-        tables, _ = geometry.split(spec)
-        starts, counts = [], []
-        for group_idx, (group, index) in enumerate(zip(geometry.groups, spec.block_indices, strict=True)):
-            if index % group.factor:
-                raise UsageError(
-                    f"a store starts at an offloaded block: block_indices[{group_idx}] is {index}, "
-                    f"not a multiple of {group.factor}"
-                )
-            start, count = index // group.factor, len(tables[group_idx]) // group.factor
-            if count and start + count > len(chain.keys(group_idx)):
-                raise UsageError(
-                    f"group {group_idx}: offloaded blocks {start}..{start + count - 1} are not all in the chain, "
-                    f"which has {len(chain.keys(group_idx))}"
-                )
-            starts.append(start)
-            counts.append(count)
-        geometry.check_ids(tables)
-        geometry.check_distinct(tables)
-        return self._offer(request, tables, starts, counts, ready)
-
-    def _offer(
-        self, request: RequestState, tables: Tables, starts: Sequence[int], counts: Sequence[int], ready: Ready
-    ) -> Job:
-        check_ready(ready)
+    def _offer(self, offer: Offer) -> Job:
+        """Reserve what there is room for and queue it, or answer at once."""
+        core, request = self._core, offer.request
         self._first_use(request)
-        core, geometry = self._core, self._core.geometry
         job = Job(core.new_id(), request.context.req_id or "", "store", request.context, generation=core.generation)
-        offered = sum(count * group.factor for count, group in zip(counts, geometry.groups, strict=True))
-        refusal = self._refusal(request, starts, counts)
+        offered = offer.num_blocks
+        refusal = self._refusal(offer)
         if refusal is not None or not offered or not request.context.store:
             verdict = StoreResult(rejected=offered, reason=refusal) if refusal and offered else StoreResult()
             if refusal and offered:
-                core.history.note(self._keys(request, starts, counts), "rejected", core.clock())
+                core.history.note(offer.keys(), "rejected", core.clock())
             return self._answer(job, verdict)
-        out, tried = self._prepare(request, starts, counts)
-        tried_blocks = sum(count * group.factor for count, group in zip(tried, geometry.groups, strict=True))
-        if tried_blocks < offered:
-            left = [start + count for start, count in zip(starts, tried, strict=True)]
-            rest = [count - some for count, some in zip(counts, tried, strict=True)]
-            core.history.note(self._keys(request, left, rest), "rejected", core.clock())
+        out, taken = self._prepare(offer)
+        rejected = offered - taken.num_blocks
+        if rejected:
+            core.history.note(offer.keys_behind(taken), "rejected", core.clock())
         if out is None:
             why: StoreReason = "no_space" if core.fault is None else "unhealthy"
             return self._answer(job, StoreResult(rejected=offered, reason=why, error=core.fault))
-        return self._reserve(request, job, tables, starts, tried, out, offered - tried_blocks, ready)
+        return self._reserve(taken, job, out, rejected)
 
-    def _refusal(self, request: RequestState, starts: Sequence[int], counts: Sequence[int]) -> StoreReason | None:
+    def _refusal(self, offer: Offer) -> StoreReason | None:
+        """Return why nothing of an offer is taken; None when it may be."""
         core = self._core
         if core.fault is not None or core.absent is not None:
             return "unhealthy"
@@ -138,58 +84,39 @@ class StoreDesk:
             return "disabled"
         if core.stores_paused:
             return "paused"
-        if request.over:
+        if offer.request.over:
             return "aborted"
         if self._board.is_stuck("store"):
             return "deadline"
         if self._board.num_running("store") >= self._max_inflight_jobs:
             return "backpressure"
         pending = self._board.inflight_bytes["store"] + self._queued_bytes
-        if not pending or pending + self._size(counts) <= self._max_inflight_bytes:
+        if not pending or pending + core.geometry.num_bytes(offer.sizes) <= self._max_inflight_bytes:
             return None
         fresh = []  # what is held already moves no bytes
-        for group_idx, (start, count) in enumerate(zip(starts, counts, strict=True)):
-            keys = request.chain.keys(group_idx)[start : start + count]
-            fresh.append(len(keys) - len(core.manager.held(keys)))
-        return "backpressure" if any(fresh) and pending + self._size(fresh) > self._max_inflight_bytes else None
+        for group_idx, group in enumerate(core.geometry.groups):
+            keys = offer.keys_of(group_idx)
+            fresh.append((len(keys) - len(core.manager.held(keys))) * group.factor)
+        return (
+            "backpressure"
+            if pending + core.geometry.num_bytes(fresh) > self._max_inflight_bytes and any(fresh)
+            else None
+        )
 
-    def _size(self, counts: Sequence[int]) -> int:
-        geometry = self._core.geometry
-        return geometry.num_bytes([count * group.factor for count, group in zip(counts, geometry.groups, strict=True)])
-
-    def _keys(self, request: RequestState, starts: Sequence[int], counts: Sequence[int]) -> list[OffloadKey]:
-        keys: list[OffloadKey] = []
-        for group_idx, (start, count) in enumerate(zip(starts, counts, strict=True)):
-            keys += request.chain.keys(group_idx)[start : start + count]
-        return keys
-
-    def _prepare(
-        self, request: RequestState, starts: Sequence[int], counts: Sequence[int]
-    ) -> tuple[PrepareStoreOutput | None, list[int]]:
+    def _prepare(self, offer: Offer) -> tuple[PrepareStoreOutput | None, Offer]:
         """Reserve the whole offer, or, where there is no room, the longest of its halved prefixes that fits."""
-        tried = list(counts)
-        while any(tried) and self._core.fault is None:
-            out = self._core.manager.prepare_store(self._keys(request, starts, tried), request.context)
+        while any(offer.counts) and self._core.fault is None:
+            out = self._core.manager.prepare_store(offer.keys(), offer.request.context)
             if out is not None:
-                return out, tried
-            tried = [count // 2 for count in tried]
-        return None, tried
+                return out, offer
+            offer = offer.halved()
+        return None, offer
 
-    def _reserve(
-        self,
-        request: RequestState,
-        job: Job,
-        tables: Tables,
-        starts: Sequence[int],
-        tried: Sequence[int],
-        out: PrepareStoreOutput,
-        rejected: int,
-        ready: Ready,
-    ) -> Job:
-        core, geometry = self._core, self._core.geometry
+    def _reserve(self, offer: Offer, job: Job, out: PrepareStoreOutput, rejected: int) -> Job:
+        """Queue what the manager took of an offer; the rest is its job's verdict."""
+        core, geometry, chain = self._core, self._core.geometry, offer.request.chain
         ids: list[int] = []
         sizes: list[int] = []
-        indices: list[int] = []
         infos: dict[OffloadKey, BlockInfo] = {}
         stored = set(out.keys_to_store)
         late: dict[OffloadKey, BlockInfo] = {}
@@ -197,34 +124,27 @@ class StoreDesk:
         cpu_parts: list[list[int]] = []
         taken = 0
         for group_idx, group in enumerate(geometry.groups):
-            keys = request.chain.keys(group_idx)
-            first = taken
-            size = 0
-            indices.append(starts[group_idx] * group.factor)
-            for at in range(tried[group_idx]):
-                position = starts[group_idx] + at
-                key = keys[position]
+            table, start, first = offer.tables[group_idx], offer.starts[group_idx], taken
+            for at, key in enumerate(offer.keys_of(group_idx)):
                 if key in stored:
-                    ids += tables[group_idx][at * group.factor : (at + 1) * group.factor]
-                    size += group.factor
+                    ids += table[at * group.factor : (at + 1) * group.factor]
                     taken += 1
-                    info = request.chain.info(position, group_idx) if core.wants_infos else None
+                    info = chain.info(start + at, group_idx) if core.wants_infos else None
                     if info is not None:
                         infos[key] = info
                 elif key in core.undescribed:
-                    info = request.chain.info(position, group_idx)
+                    info = chain.info(start + at, group_idx)
                     if info is not None and describes(info):
                         late[key] = info
                         core.undescribed.discard(key)
-            sizes.append(size)
+            sizes.append((taken - first) * group.factor)
             cpu_parts.append(cpu[first:taken])
         factor = geometry.groups[0].factor
         reserved = sum(sizes)
-        tried_blocks = sum(count * group.factor for count, group in zip(tried, geometry.groups, strict=True))
         filtered = len(out.filtered_keys) * factor
         job.verdict = StoreResult(
             stored=reserved,
-            already_present=tried_blocks - reserved - filtered,
+            already_present=offer.num_blocks - reserved - filtered,
             filtered=filtered,
             rejected=rejected,
             evicted=len(out.evicted_keys) * factor,
@@ -237,16 +157,17 @@ class StoreDesk:
             core.events.describe(late)
         if not reserved:
             return self._answer(job, job.verdict)
+        indices = [start * group.factor for start, group in zip(offer.starts, geometry.groups, strict=True)]
         spec = GPULoadStoreSpec(ids, sizes, indices)
         job.keys, job.ticket, job.infos, job.gpu_blocks = out.keys_to_store, out.ticket, infos, ids
         job.num_bytes = geometry.num_bytes(sizes)
         for key in job.keys:
             core.writing[key] = job
-        request.jobs[job.id] = job
-        job.on_release(request.forget_job)
+        offer.request.jobs[job.id] = job
+        job.on_release(offer.request.forget_job)
         core.book.hold(ids)
         self._queued_bytes += job.num_bytes
-        self._queue[job.id] = StoreOffer(job, spec, cpu_parts, ready)
+        self._queue[job.id] = QueuedStore(job, spec, cpu_parts, offer.ready)
         return job
 
     def _answer(self, job: Job, result: StoreResult) -> Job:
@@ -298,7 +219,7 @@ class StoreDesk:
                 self._core.log_failed_copy("store", offer.job.gpu_blocks, error)
                 self._close(offer.job, success=False, reason="copy_failed", error=error)
 
-    def _submit(self, offers: Sequence[StoreOffer]) -> BaseException | None:
+    def _submit(self, offers: Sequence[QueuedStore]) -> BaseException | None:
         """Hand offers to the handler as one transfer; return why it was refused, or None."""
         spec, cpu_ids = merge(offers)
         jobs = [offer.job for offer in offers]

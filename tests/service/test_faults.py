@@ -178,6 +178,7 @@ async def test_free_that_raises_is_logged_with_the_blocks_and_nothing_else_is_lo
         assert (await job).stored == 2
         assert sorted(rig.freed) == [2, 3]
         assert service.health().ok
+        assert service.engine.recorder.value("callback_errors") == 1
     assert "[0, 1]" in caplog.text
     check_books(rig.spec.cpu_manager, idle=True)
 
