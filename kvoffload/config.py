@@ -7,23 +7,21 @@ then arguments; later ones win.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
-from pydantic_core import ErrorDetails
 
+from kvoffload.config_errors import ENV_PREFIX, Places, config_error, shown, unknown_key
 from kvoffload.config_values import SIZE, block_sizes, integer, items, real, size_in_bytes, switch
 from kvoffload.errors import ConfigError
 from kvoffload.keys import GroupLayout
 
-_ENV_PREFIX = "KVOFFLOAD_"
 # What Kubernetes injects into every pod for a Service whose name starts with "kvoffload".
 _KUBERNETES_LINK = re.compile(
     r".*((_|^)SERVICE_(HOST|PORT)(_\w+)?|(_|^)PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
@@ -55,7 +53,7 @@ class _Model(BaseModel):
             try:
                 super().__init__(**data)
             except ValidationError as error:
-                raise _config_error(type(self), error) from None
+                raise config_error(type(self), error) from None
 
     @classmethod
     def model_validate(cls, obj: object, **_options: object) -> Self:
@@ -67,7 +65,7 @@ class _Model(BaseModel):
         if isinstance(obj, cls):
             return obj
         if not isinstance(obj, Mapping):
-            raise ConfigError(f"{cls.__name__} needs a mapping of keys to values, got {obj!r}")
+            raise ConfigError(f"{cls.__name__} needs a mapping of keys to values, got {shown(obj)}")
         return cls(**obj)
 
     @classmethod
@@ -90,37 +88,6 @@ class _Model(BaseModel):
             if name in type(self).model_fields:
                 raise ConfigError(f"{name} cannot be set to {value!r}: {type(self).__name__} is frozen; make a new one")
             super().__setattr__(name, value)
-
-
-def _config_error(model: type[BaseModel], error: ValidationError) -> ConfigError:
-    return ConfigError("; ".join(_line(model, detail) for detail in error.errors(include_url=False)))
-
-
-def _line(model: type[BaseModel], detail: ErrorDetails) -> str:
-    key = ".".join(str(part) for part in detail["loc"])
-    kind, value = detail["type"], detail["input"]
-    if kind == "extra_forbidden":
-        return _unknown_key(key, model.model_fields)
-    if kind == "missing":
-        purpose = (model.model_fields[key].description or "").split("\n")[0]
-        return f"{key} is missing: {purpose.rstrip('.')}"
-    nested = detail.get("ctx", {}).get("error")
-    if isinstance(nested, ConfigError):
-        return f"{key}.{nested}" if key else str(nested)
-    if isinstance(nested, ValueError):
-        return f"{key} {nested}; got {_shown(value)}"
-    return f"{key}: {detail['msg'][:1].lower()}{detail['msg'][1:]}; got {_shown(value)}"
-
-
-def _unknown_key(key: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    close = difflib.get_close_matches(key.lower(), names, n=1, cutoff=0.6)
-    return f"{key} is no known key; " + (f"did you mean {close[0]}?" if close else f"known keys: {', '.join(names)}")
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 class EventsConfig(_Model):
@@ -247,7 +214,7 @@ class OffloadConfig(_Model):
         sizes = self.gpu_block_sizes
         unaligned = next((size for size in sizes if size % min(sizes)), None)
         if unaligned is not None:
-            raise ConfigError(f"gpu_block_size must hold multiples of its smallest; got {unaligned} and {min(sizes)}")
+            raise ConfigError(f"gpu_block_size must hold multiples of its smallest, {min(sizes)}; got {unaligned}")
         if self.block_size is None:
             return self
         if len(set(sizes)) > 1:
@@ -299,26 +266,29 @@ class OffloadConfig(_Model):
             ConfigError: The file cannot be read, or a key or value is wrong.
         """
         values: dict[str, Any] = {}
-        sources = (
-            _read_file(Path(path)) if path is not None else {},
-            _read_env(cls, os.environ if env is None else env),
-            override,
-        )
-        for source in sources:
+        file = _read_file(Path(path)) if path is not None else {}
+        variables = _read_env(cls, os.environ if env is None else env)
+        for source in (file, variables, override):
             _merge(values, source)
-        return cls(**values)
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            raise Places(path, file, variables, override).tell(error) from None
 
 
 def _read_file(path: Path) -> dict[str, Any]:
     if path.suffix not in (".toml", ".json"):
-        raise ConfigError(f"{path} must end in .toml or .json")
+        raise ConfigError(f"configuration file {path} must end in .toml or .json; rename it")
     try:
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"{path} cannot be read: {why}; give the path of a .toml or .json file") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; correct it there") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a table of keys and values, got {_shown(values)}")
+        raise ConfigError(f"{path} must hold a table of keys and values, such as gpu_block_size; got {shown(values)}")
     return values
 
 
@@ -326,14 +296,14 @@ def _read_env(model: type[BaseModel], env: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     events: dict[str, Any] = {}
     for name, text in env.items():
-        rest = name.removeprefix(_ENV_PREFIX)
+        rest = name.removeprefix(ENV_PREFIX)
         if rest == name or _KUBERNETES_LINK.fullmatch(rest):
             continue
         first, *below = rest.lower().split("__")
         known = EventsConfig.model_fields if below and first == "events" else model.model_fields
         leaf = below[0] if below and first == "events" else first
         if len(below) > (first == "events") or leaf not in known:
-            raise ConfigError(f"{name}: {_unknown_key(rest.lower(), known)}")
+            raise ConfigError(f"{name}: {unknown_key('.'.join([first, *below]), known)}")
         value = None if text.strip().lower() in ("none", "null") else text
         if below:
             events[leaf] = value

@@ -16,6 +16,7 @@ _UNITS = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
+_TOKENS = "must be a positive whole number of tokens, such as 16, or one for each KV-cache group"
 SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -52,14 +53,14 @@ def integer(value: object) -> object:
     """Accept ints and decimal text; bools and floats are mistakes, not numbers."""
     value = _plain(value)
     if isinstance(value, bool | float) or (isinstance(value, str) and not re.fullmatch(r"\s*-?\d+\s*", value)):
-        raise ValueError("must be a whole number")
+        raise ValueError("must be a whole number, such as 16")
     return value
 
 
 def real(value: object) -> object:
     """Refuse bools where a number is wanted."""
     if isinstance(value, bool):
-        raise ValueError("must be a number")  # noqa: TRY004 - pydantic collects ValueErrors
+        raise ValueError("must be a number, such as 0.5")  # noqa: TRY004 - pydantic collects ValueErrors
     return value
 
 
@@ -75,7 +76,7 @@ def block_sizes(value: object) -> object:
     value = items(value)
     if isinstance(value, tuple | list):
         if not value:
-            raise ValueError("must name at least one group")
+            raise ValueError(_TOKENS)
         sizes = tuple(_positive(item) for item in value)
         return sizes[0] if len(sizes) == 1 else sizes
     return _positive(value)
@@ -83,9 +84,12 @@ def block_sizes(value: object) -> object:
 
 def _positive(value: object) -> int:
     """Return a whole number of at least 1."""
-    value = integer(value)
+    try:
+        value = integer(value)
+    except ValueError:
+        raise ValueError(_TOKENS) from None
     if not isinstance(value, int | str) or int(value) < 1:
-        raise ValueError("must be a positive whole number of tokens, or one for each KV-cache group")
+        raise ValueError(_TOKENS)
     return int(value)
 
 

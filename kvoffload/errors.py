@@ -20,7 +20,13 @@ class LayoutError(UsageError, ValueError):
 
 
 class ConfigError(KVOffloadError, ValueError):
-    """A configuration value is missing or wrong; the message names key, value and what would be right."""
+    """A configuration value is missing or wrong; the message names key, value and what would be right.
+
+    Attributes:
+        problems: Of a configuration that was checked as a whole: each wrong key, dotted, and what is wrong with it.
+    """
+
+    problems: tuple[tuple[str, str], ...] = ()
 
 
 class RegistrationError(ConfigError):

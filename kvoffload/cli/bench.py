@@ -7,9 +7,7 @@ Examples:
 
 from __future__ import annotations
 
-import argparse
-
-from kvoffload.cli.main import add_commands
+from kvoffload.cli.main import CommandParser, add_commands
 
 BENCHES = {
     "host": ("kvoffload.cli.bench_host", "copies between host buffers, as a share of memcpy"),
@@ -23,6 +21,6 @@ BENCHES = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     """Add one command per benchmark that is installed."""
     add_commands(parser, BENCHES)

@@ -21,17 +21,17 @@ from pathlib import Path
 
 from kvoffload.cli.main import FAILED, OK
 from kvoffload.cli.report import print_json, print_table
-from kvoffload.cli.values import positive
+from kvoffload.cli.values import add_json, add_seed, add_uvloop, positive
 
 _SHOWN = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--ops`, `--seed`, `--uvloop` and `--json`."""
-    parser.add_argument("--ops", type=positive, default=20_000, help="operations (default 20000)")
-    parser.add_argument("--seed", type=int, default=0, help="what is random comes from it (default 0)")
-    parser.add_argument("--uvloop", action="store_true", help="run on uvloop instead of asyncio's own loop")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--ops", type=positive, default=20_000, metavar="N", help="operations (default 20000)")
+    add_seed(parser)
+    add_uvloop(parser)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,7 @@ import numpy as np
 
 from kvoffload.cli.main import FAILED, OK, USAGE
 from kvoffload.cli.report import print_json, print_table
-from kvoffload.cli.values import positive, size
+from kvoffload.cli.values import add_check, add_json, add_repeat, size
 from kvoffload.errors import UnsupportedError
 from kvoffload.manager.specs import CPULoadStoreSpec, GPULoadStoreSpec
 from kvoffload.memory.canonical import CanonicalKVCaches
@@ -40,10 +41,12 @@ MAX_SUBMIT_SECONDS, MAX_WAKE_SECONDS, MIN_BOTH, MIN_OVER_PER_BLOCK, MAX_SLOWDOWN
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options."""
-    parser.add_argument("--bytes", type=size, default=1 << 30, help="bytes per measurement (1GiB)")
-    parser.add_argument("--repeat", type=positive, default=5, help="repetitions, of which the median counts (5)")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
+    parser.add_argument(
+        "--bytes", type=size, default=1 << 30, metavar="SIZE", help="bytes per measurement (default 1GiB)"
+    )
+    add_repeat(parser, 5)
+    add_json(parser)
+    add_check(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         figures = measure(args.bytes, args.repeat)
     except UnsupportedError as error:
-        print(f"kvoffload bench cuda: {error}")
+        print(f"kvoffload bench cuda: {error}", file=sys.stderr)
         return USAGE
     if args.json:
         print_json(figures)
@@ -67,7 +70,9 @@ def _torch() -> Any:  # noqa: ANN401 - torch has no stubs here
     except ImportError as error:
         raise UnsupportedError(f"torch is needed: pip install 'kvoffload[torch]' ({error})") from error
     if not torch.cuda.is_available():
-        raise UnsupportedError("torch sees no CUDA device")
+        raise UnsupportedError(
+            "torch sees no CUDA device: run this where there is one; `kvoffload doctor` says what it finds"
+        )
     return torch
 
 

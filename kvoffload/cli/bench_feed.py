@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from kvoffload.cli.values import add_json, add_repeat, positive
 from kvoffload.config import EventsConfig
 from kvoffload.events.journal import Journal
 from kvoffload.events.publisher import FeedPublisher
@@ -116,9 +117,11 @@ class Receiver:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--blocks", type=int, default=40_000, help="blocks to publish (%(default)s)")
-    parser.add_argument("--repeat", type=int, default=5, help="repetitions; the median counts (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--blocks", type=positive, default=40_000, metavar="N", help="blocks to publish (default 40000)"
+    )
+    add_repeat(parser, 5)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

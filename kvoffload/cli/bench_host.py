@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from kvoffload.cli.main import FAILED, OK
 from kvoffload.cli.report import print_json, print_table, readable_bytes
-from kvoffload.cli.values import positive, size
+from kvoffload.cli.values import add_check, add_json, add_repeat, add_seed, size
+from kvoffload.errors import ConfigError
 from kvoffload.manager.specs import CPULoadStoreSpec, GPULoadStoreSpec
 from kvoffload.memory.block_tensor import BlockTensor
 from kvoffload.memory.canonical import CanonicalKVCaches
@@ -60,16 +61,22 @@ CASES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options."""
-    parser.add_argument("--bytes", type=size, default=256 * KIB * KIB, help="bytes copied per measurement (256MiB)")
-    parser.add_argument("--job-bytes", type=size, default=16 * KIB * KIB, help="bytes per transfer (16MiB)")
-    parser.add_argument("--repeat", type=positive, default=7, help="repetitions, of which the median counts (7)")
-    parser.add_argument("--seed", type=int, default=0, help="of the block ids")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
+    add = parser.add_argument
+    add("--bytes", type=size, default=256 * KIB * KIB, metavar="SIZE", help="bytes per measurement (default 256MiB)")
+    add("--job-bytes", type=size, default=16 * KIB * KIB, metavar="SIZE", help="bytes per transfer (default 16MiB)")
+    add_repeat(parser, 7)
+    add_seed(parser)
+    add_json(parser)
+    add_check(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and report."""
+    least, most = min(case.block_bytes for case in CASES), max(case.block_bytes * case.run for case in CASES)
+    if args.bytes < most:
+        raise ConfigError(f"--bytes must be at least {most}, the bytes of the largest block; got {args.bytes}")
+    if args.job_bytes < least:
+        raise ConfigError(f"--job-bytes must be at least {least}, the bytes of a block; got {args.job_bytes}")
     memcpy_gbps, cases = measure(args.bytes, args.job_bytes, args.repeat, args.seed)
     all_met = all(case["met"] for case in cases.values())
     if args.json:

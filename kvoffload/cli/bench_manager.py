@@ -6,7 +6,7 @@ cold: `dict_get_floor` is what a bare `dict.get` costs there.
 
 Examples:
   kvoffload bench manager
-  kvoffload bench manager --blocks 100000 --policies lru,adaptive --parts calls --json
+  kvoffload bench manager --blocks 100000 --policy lru,adaptive --parts calls --json
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ import numpy as np
 from kvoffload.cli.bench_manager_peers import Keys, OrderedDictPeer, OwnPeer, Peer, VllmPeer, load_vllm
 from kvoffload.cli.main import OK
 from kvoffload.cli.report import print_json, print_table
-from kvoffload.cli.values import positive
-from kvoffload.errors import ConfigError
+from kvoffload.cli.values import add_json, add_repeat, add_seed, policies, positive, some_of
 from kvoffload.keys import OffloadKey
 from kvoffload.simulate.workload import Workload
 
@@ -39,42 +38,53 @@ PARTS = ("calls", "pins", "longest", "memory", "replay")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options."""
-    parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="replayed too; none: the built-in chats")
-    parser.add_argument("--blocks", type=positive, default=1_000_000, help="blocks in the cache (1000000)")
-    parser.add_argument("--policies", default="lru,arc", help="policies of kvoffload to measure (lru,arc)")
-    parser.add_argument("--rounds", type=positive, default=9, help="rounds, of which the median counts (9)")
-    parser.add_argument("--operations", type=positive, default=2_000_000, help="block operations for the longest call")
-    parser.add_argument(
-        "--passes", type=positive, default=1, help="repeat the longest-call run, same calls, N times (1)"
-    )
-    parser.add_argument("--replay-capacity", type=positive, default=9_000, help="blocks in the trace replay (9000)")
-    parser.add_argument("--vllm-path", type=Path, help="an unpacked vLLM 0.32 wheel, measured too")
-    parser.add_argument("--parts", default=",".join(PARTS), help="parts to measure (all)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random choices")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    add = parser.add_argument
+    add("traces", nargs="*", type=Path, metavar="TRACE", help="request traces, replayed too (default built-in chats)")
+    add("--blocks", type=positive, default=1_000_000, metavar="N", help="blocks in the cache (default 1000000)")
+    add(
+        "--policy", "--policies", type=policies, default="lru,arc", metavar="POLICY,...",
+        help="cache policies of kvoffload to measure (default lru,arc)",
+    )  # fmt: skip
+    add_repeat(parser, 9, "--rounds")
+    add(
+        "--operations", type=positive, default=2_000_000, metavar="N",
+        help="block operations for the longest call (default 2000000)",
+    )  # fmt: skip
+    add(
+        "--passes", type=positive, default=1, metavar="N",
+        help="repeat the longest-call run, same calls, N times (default 1)",
+    )  # fmt: skip
+    add(
+        "--replay-capacity", type=positive, default=9_000, metavar="N",
+        help="blocks in the trace replay (default 9000)",
+    )  # fmt: skip
+    add("--vllm-path", type=Path, metavar="FOLDER", help="an unpacked vLLM 0.32 wheel, measured too (default: none)")
+    add(
+        "--parts", type=some_of(PARTS), default=",".join(PARTS), metavar="PART,...",
+        help="parts to measure (default %(default)s)",
+    )  # fmt: skip
+    add_seed(parser)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and report."""
-    makers = _makers(args.policies.split(","), args.vllm_path)
+    makers = _makers(args.policy, args.vllm_path)
     keys = make_keys(2 * args.blocks, args.seed)
     measure: dict[str, Callable[[], dict[str, object]]] = {
-        "calls": lambda: measure_calls(makers, keys, args.blocks, args.rounds, args.seed),
+        "calls": lambda: measure_calls(makers, keys, args.blocks, args.repeat, args.seed),
         "pins": lambda: measure_pins(makers, keys, args.blocks),
         "longest": lambda: measure_longest(makers, keys, args.blocks, args.operations, args.seed, args.passes),
         "memory": lambda: measure_memory(makers, keys, args.blocks),
         "replay": lambda: measure_replay(makers, Workload(args.traces, seed=args.seed), args.replay_capacity),
     }
     result: dict[str, object] = {"blocks": args.blocks}
-    unknown = set(args.parts.split(",")) - set(PARTS)
-    if unknown:
-        raise ConfigError(f"--parts must be some of {','.join(PARTS)}; got {','.join(sorted(unknown))!r}")
-    for part in args.parts.split(","):
+    for part in args.parts:
         result[part] = measure[part]()
     if args.json:
         print_json(result)
     else:
-        for part in args.parts.split(","):
+        for part in args.parts:
             table = result[part]
             tables = table.items() if part == "calls" and isinstance(table, dict) else [(part, table)]
             for name, values in tables:

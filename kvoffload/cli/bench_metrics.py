@@ -21,7 +21,7 @@ import numpy as np
 
 from kvoffload.cli.main import FAILED, OK
 from kvoffload.cli.report import print_json, print_table
-from kvoffload.cli.values import positive
+from kvoffload.cli.values import add_check, add_json, add_repeat, positive
 from kvoffload.config import OffloadConfig
 from kvoffload.manager.base import OffloadingManager
 from kvoffload.manager.cpu import CPUOffloadingManager
@@ -46,12 +46,16 @@ Call = tuple[str, str, float, str]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options."""
-    parser.add_argument("--jobs", type=positive, default=400, metavar="N", help="jobs per measurement (400)")
-    parser.add_argument("--blocks", type=positive, default=8, metavar="N", help="blocks of a job (8)")
-    parser.add_argument("--repeat", type=positive, default=9, metavar="N", help="measurements, the median counts (9)")
-    parser.add_argument("--scrapes", type=positive, default=100, metavar="N", help="scrapes beside the ticker (100)")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
+    parser.add_argument(
+        "--jobs", type=positive, default=400, metavar="N", help="transfers per measurement (default 400)"
+    )
+    parser.add_argument("--blocks", type=positive, default=8, metavar="N", help="blocks of a transfer (default 8)")
+    add_repeat(parser, 9)
+    parser.add_argument(
+        "--scrapes", type=positive, default=100, metavar="N", help="scrapes beside the ticker (default 100)"
+    )
+    add_json(parser)
+    add_check(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -30,8 +30,9 @@ import zmq
 
 from kvoffload.cli.main import FAILED, OK
 from kvoffload.cli.report import print_json, print_table
-from kvoffload.cli.values import natural, positive, size
+from kvoffload.cli.values import add_check, add_json, natural, positive, size
 from kvoffload.config import OffloadConfig
+from kvoffload.errors import ConfigError
 from kvoffload.manager.specs import CPULoadStoreSpec, GPULoadStoreSpec
 from kvoffload.memory.region import SharedOffloadRegion
 from kvoffload.service.bridge import CompletionBridge
@@ -44,6 +45,7 @@ from kvoffload.simulate.sharded_gpu import ShardedGpu
 RATIO = 3.0
 LAG_MS = 20.0
 _BLOCKS, _SHARD_BYTES = 64, 1024
+_LEAST_REGION = 64 << 10
 _ECHO = """
 import sys, zmq
 socket = zmq.Context().socket(zmq.DEALER)
@@ -57,16 +59,24 @@ while message := socket.recv():
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options."""
     add = parser.add_argument
-    add("--workers", type=positive, default=2, metavar="N", help="rank processes (2)")
-    add("--rounds", type=positive, default=2000, metavar="N", help="round trips of each kind (2000)")
-    add("--region", type=size, default=4 << 30, metavar="SIZE", help="region whose start is watched (4GiB)")
-    add("--attach", type=natural, default=1000, metavar="N", help="times a region is attached and detached (1000)")
-    add("--json", action="store_true", help="one JSON object on standard output")
-    add("--check", action="store_true", help="exit with 1 if a target is missed")
+    add("--workers", type=positive, default=2, metavar="N", help="rank processes (default 2)")
+    add("--rounds", type=positive, default=2000, metavar="N", help="round trips of each kind (default 2000)")
+    add("--region", type=size, default=4 << 30, metavar="SIZE", help="region whose start is watched (default 4GiB)")
+    add(
+        "--attach",
+        type=natural,
+        default=1000,
+        metavar="N",
+        help="times a region is attached and detached (default 1000)",
+    )
+    add_json(parser)
+    add_check(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and report."""
+    if args.region < _LEAST_REGION:
+        raise ConfigError(f"--region must be at least {_LEAST_REGION} bytes, one block; got {args.region}")
     values: dict[str, object] = {"workers": args.workers, "rounds": args.rounds}
     times = measure_round_trips(args.workers, args.rounds)
     median = {name: statistics.median(seconds) for name, seconds in times.items()}

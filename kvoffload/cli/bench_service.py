@@ -17,17 +17,19 @@ from collections.abc import Callable
 
 from kvoffload.cli.main import OK
 from kvoffload.cli.report import print_json, print_table
-from kvoffload.cli.values import positive
+from kvoffload.cli.values import add_json, add_uvloop, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--rounds`, `--waiters`, `--uvloop` and `--json`."""
     parser.add_argument(
-        "--rounds", type=positive, default=2000, help="loads and round trips that are timed (default 2000)"
+        "--rounds", type=positive, default=2000, metavar="N", help="loads and round trips that are timed (default 2000)"
     )
-    parser.add_argument("--waiters", type=positive, default=10_000, help="loads that wait at once (default 10000)")
-    parser.add_argument("--uvloop", action="store_true", help="run on uvloop instead of asyncio's own loop")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--waiters", type=positive, default=10_000, metavar="N", help="loads that wait at once (default 10000)"
+    )
+    add_uvloop(parser)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 from kvoffload.cli.machine_checks import FAILURE, NOTE, WARNING, Finding, Machine, check_all
 from kvoffload.cli.main import FAILED, OK
 from kvoffload.cli.report import print_json
+from kvoffload.cli.values import add_json
 from kvoffload.config import OffloadConfig
 
 _MARKS = {FAILURE: "[red]✗", WARNING: "[yellow]![/]", NOTE: "·"}
@@ -27,9 +28,15 @@ _MARKS = {FAILURE: "[red]✗", WARNING: "[yellow]![/]", NOTE: "·"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
-    add("config", nargs="?", type=Path, metavar="CONFIG", help="check for this configuration (.toml or .json)")
+    add(
+        "config",
+        nargs="?",
+        type=Path,
+        metavar="CONFIG",
+        help="check for this configuration, .toml or .json (default: the machine alone)",
+    )
     add("--clean", action="store_true", help="remove shared memory of dead processes; what is in use is left alone")
-    add("--json", action="store_true", help="one JSON object on standard output")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

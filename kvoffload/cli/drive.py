@@ -45,8 +45,7 @@ def run_drive_command(
         async def serve() -> DriveResult:
             stop = asyncio.Event()
             if options.forever:
-                for number in (signal.SIGTERM, signal.SIGINT):
-                    asyncio.get_running_loop().add_signal_handler(number, _stop, stop)
+                _stop_at_signals(stop)
 
             @asynccontextmanager
             async def beside(service: OffloadService) -> AsyncIterator[None]:
@@ -77,11 +76,19 @@ def run_drive_command(
     return 1 if failed else 0
 
 
-def _stop(stop: asyncio.Event) -> None:
-    """Begin no further request; a second signal ends the run at once, as it does without `--forever`."""
-    stop.set()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().remove_signal_handler(number)
+def _stop_at_signals(stop: asyncio.Event) -> None:
+    """At a signal begin no further request; a second one ends the run at once, as it does without `--forever`."""
+    loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def first() -> None:
+        stop.set()
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+
+    for number in before:
+        loop.add_signal_handler(number, first)
 
 
 @contextmanager
@@ -98,7 +105,10 @@ def _server(address: tuple[str, int] | None) -> Iterator[MetricsServer | None]:
     try:
         server = MetricsServer(host, port)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+        raise ConfigError(
+            f"--http: cannot listen on {host}:{port}: {error.strerror or error}; give an address of this machine and a "
+            "free port (0: any)"
+        ) from None
     with server:
         print(f"metrics on {server.url}/metrics", file=sys.stderr, flush=True)
         yield server

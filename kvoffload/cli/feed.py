@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 
-from kvoffload.cli.main import add_commands
+from kvoffload.cli.main import CommandParser, add_commands
+from kvoffload.cli.values import endpoint, natural, seconds
 
 FEED_COMMANDS = {
     "watch": ("kvoffload.cli.feed_watch", "show what a feed says, for people or as JSON lines"),
@@ -19,7 +20,7 @@ FEED_COMMANDS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     """Add the commands of the feed."""
     add_commands(parser, FEED_COMMANDS)
 
@@ -28,8 +29,22 @@ def add_replay_argument(parser: argparse.ArgumentParser) -> None:
     """Add the option that names a publisher."""
     parser.add_argument(
         "--replay",
+        type=endpoint,
         metavar="ENDPOINT",
         default="tcp://127.0.0.1:5558",
-        help="the publisher's replay endpoint, which answers questions (%(default)s)",
+        help="the publisher's replay endpoint, which answers questions (default %(default)s)",
     )
-    parser.add_argument("--timeout", type=float, default=2.0, metavar="SECONDS", help="patience with it (%(default)s)")
+    parser.add_argument(
+        "--timeout", type=seconds, default=2.0, metavar="SECONDS", help="patience with it (default %(default)s)"
+    )
+
+
+def add_identity_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say under which name a feed is registered."""
+    parser.add_argument(
+        "--instance",
+        type=natural,
+        metavar="N",
+        help="the worker's number (default: the one registered with this endpoint, else made from the instance id)",
+    )
+    parser.add_argument("--model", metavar="NAME", help="model name (default: the publisher's)")

@@ -17,7 +17,8 @@ from typing import Any
 
 import zmq
 
-from kvoffload.cli.feed import add_replay_argument
+from kvoffload.cli.feed import add_identity_arguments, add_replay_argument
+from kvoffload.cli.values import add_json, positive, seconds, url
 from kvoffload.events.client import NoAnswer, ReplayClient
 from kvoffload.events.register import DynamoIndexer, IndexerError, registered_instance, registration
 from kvoffload.events.settings import PRESETS, reachable
@@ -27,16 +28,24 @@ from kvoffload.events.verify import Finding, Probe, diagnose, probes
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--indexer", metavar="URL", help="Dynamo's indexer")
+    parser.add_argument("--indexer", type=url, metavar="URL", help="Dynamo's indexer (default: nobody is asked)")
     parser.add_argument(
-        "--for", dest="consumer", choices=sorted(PRESETS), default="dynamo", help="consumer (%(default)s)"
+        "--for",
+        "--consumer",
+        dest="consumer",
+        choices=sorted(PRESETS),
+        default="dynamo",
+        help="consumer (default %(default)s)",
     )
     add_replay_argument(parser)
-    parser.add_argument("--model", help="model that requests name (the publisher's)")
-    parser.add_argument("--instance", type=int, help="the worker's number (made from the instance id)")
-    parser.add_argument("--samples", type=int, default=20, help="prefixes to ask for (%(default)s)")
-    parser.add_argument("--wait", type=float, default=1.0, help="seconds to give the indexer (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_identity_arguments(parser)
+    parser.add_argument(
+        "--samples", type=positive, default=20, metavar="N", help="prefixes to ask for (default %(default)s)"
+    )
+    parser.add_argument(
+        "--wait", type=seconds, default=1.0, metavar="SECONDS", help="patience with the indexer (default %(default)s)"
+    )
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,19 +12,36 @@ import json
 import time
 from typing import Any
 
+from kvoffload.cli.values import add_json, endpoint, seconds
 from kvoffload.events.subscriber import GapRecovered, Item, SourceReset, Subscription, Synced
 from kvoffload.events.wire import AllBlocksCleared, BlockRemoved, BlockStored
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("endpoint", nargs="?", default="tcp://127.0.0.1:5557", help="the feed (%(default)s)")
-    parser.add_argument(
-        "--replay", metavar="ENDPOINT", default="next", help="replay endpoint (the port after the feed's)"
+    add = parser.add_argument
+    add(
+        "endpoint",
+        nargs="?",
+        type=endpoint,
+        default="tcp://127.0.0.1:5557",
+        metavar="ENDPOINT",
+        help="the feed (default %(default)s)",
     )
-    parser.add_argument("--topic", default="", help="prefix of the topics to show (all)")
-    parser.add_argument("--seconds", type=float, help="stop after that long")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    add(
+        "--replay",
+        type=_replay,
+        metavar="ENDPOINT",
+        default="next",
+        help="the publisher's replay endpoint, which answers questions (default: the port after the feed's)",
+    )
+    add("--topic", default="", metavar="PREFIX", help="prefix of the topics to show (default: all)")
+    add("--seconds", type=seconds, metavar="SECONDS", help="stop after that long (default: never)")
+    add_json(parser, "print one JSON object a line")
+
+
+def _replay(text: str) -> str:
+    return text if text == "next" else endpoint(text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -40,7 +40,8 @@ class LayerGroup:
             return self.latent_dim * dtype_bytes
         if self.kv_heads % world_size and world_size % self.kv_heads:
             raise ConfigError(
-                f"{self.kv_heads} KV heads cannot be cut over {world_size} ranks: one must divide the other"
+                f"{self.kv_heads} KV heads cannot be cut over world_size {world_size}: one must divide the other; set "
+                "world_size to a divisor or a multiple of the heads"
             )
         return 2 * max(1, self.kv_heads // world_size) * self.head_dim * dtype_bytes
 
@@ -70,7 +71,8 @@ class ModelGeometry:
             sizes *= len(self.groups)
         if len(sizes) != len(self.groups):
             raise ConfigError(
-                f"gpu_block_size names {len(sizes)} KV-cache groups, the model was described with {len(self.groups)}"
+                f"gpu_block_size {list(sizes)} names {len(sizes)} KV-cache groups, the model was described with "
+                f"{len(self.groups)}: give one --group for each, or one gpu_block_size for all"
             )
         return [
             [group.token_bytes(self.dtype_bytes, config.world_size) * tokens] * group.layers
@@ -98,27 +100,37 @@ def read_model(path: Path) -> tuple[LayerGroup, int]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--model {path} cannot be read: {why}; give the model's config.json") from None
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{path} must hold an object")
+        raise ConfigError(f"--model {path} must hold a JSON object of keys and values; give the model's config.json")
     inner = values.get("text_config")
     values = {**values, **inner} if isinstance(inner, Mapping) else values
     dtype = str(values.get("torch_dtype") or values.get("dtype") or "bfloat16")
     if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"{path}: the dtype {dtype!r} is not known; give --dtype")
+        raise ConfigError(
+            f"--model {path}: torch_dtype {dtype!r} is not known; give --dtype, one of {', '.join(DTYPE_BYTES)}"
+        )
     layers = _number(values, path, "num_hidden_layers")
     if values.get("kv_lora_rank"):
         latent = _number(values, path, "kv_lora_rank") + _number(values, path, "qk_rope_head_dim")
         return LayerGroup(layers, latent_dim=latent), DTYPE_BYTES[dtype]
     heads = _number(values, path, "num_attention_heads")
-    head_dim = values.get("head_dim") or _number(values, path, "hidden_size") // heads
-    return LayerGroup(layers, int(values.get("num_key_value_heads") or heads), int(head_dim)), DTYPE_BYTES[dtype]
+    kv_heads = _number(values, path, "num_key_value_heads") if values.get("num_key_value_heads") else heads
+    if values.get("head_dim"):
+        return LayerGroup(layers, kv_heads, _number(values, path, "head_dim")), DTYPE_BYTES[dtype]
+    hidden = _number(values, path, "hidden_size")
+    if hidden < heads:
+        raise ConfigError(f"--model {path}: hidden_size {hidden} is below num_attention_heads {heads}; give --group")
+    return LayerGroup(layers, kv_heads, hidden // heads), DTYPE_BYTES[dtype]
 
 
 def _number(values: Mapping[str, Any], path: Path, name: str) -> int:
     value = values.get(name)
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{path}: {name} must be a positive whole number, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(
+            f"--model {path}: {name} must be a positive whole number, got {value!r}; or give --group instead"
+        )
     return value
 
 

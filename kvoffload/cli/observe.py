@@ -34,7 +34,9 @@ class Observer:
             try:
                 dump.open("ab").close()
             except OSError as error:
-                raise ConfigError(f"cannot write {dump}: {error.strerror or error}") from None
+                raise ConfigError(
+                    f"--metrics-dump: cannot write {dump}: {error.strerror or error}; give a writable file"
+                ) from None
 
     @asynccontextmanager
     async def beside(self, service: OffloadService) -> AsyncIterator[None]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from kvoffload.cli.main import FAILED, OK
 from kvoffload.cli.model_geometry import DTYPE_BYTES, LayerGroup, ModelGeometry, parse_group, read_model
 from kvoffload.cli.report import report
-from kvoffload.cli.values import positive
+from kvoffload.cli.values import add_json, positive
 from kvoffload.config import OffloadConfig
 from kvoffload.errors import ConfigError
 from kvoffload.memory import preflight
@@ -28,30 +28,56 @@ from kvoffload.spec.cpu import CPUOffloadingSpec
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
-    add("config", nargs="?", type=Path, metavar="CONFIG", help="configuration file (.toml or .json)")
-    add("--set", action="append", default=[], type=_setting, metavar="KEY=VALUE", help="set a key of the configuration")
-    add("--model", type=Path, metavar="FILE", help="the model's config.json")
-    add("--layers", type=positive, metavar="N", help="layers, all in one KV-cache group; with the options below")
-    add("--kv-heads", type=positive, metavar="N", help="heads of K and of V, over all ranks")
-    add("--head-dim", type=positive, metavar="N", help="numbers per head")
-    add("--latent-dim", type=positive, metavar="N", help="numbers per token of a latent (MLA) cache, instead of heads")
+    add(
+        "config",
+        nargs="?",
+        type=Path,
+        metavar="CONFIG",
+        help="configuration file, .toml or .json (default: only --set)",
+    )
+    add(
+        "--set",
+        action="append",
+        default=[],
+        type=_setting,
+        metavar="KEY=VALUE",
+        help="set a key of the configuration; may be repeated (default: as in CONFIG)",
+    )
+    add("--model", type=Path, metavar="FILE", help="the model's config.json (default: the options below)")
+    add("--layers", type=positive, metavar="N", help="layers, all in one KV-cache group (default: as in --model)")
+    add(
+        "--kv-heads",
+        type=positive,
+        metavar="N",
+        help="with --layers: heads of K and of V, over all ranks (default: none)",
+    )
+    add("--head-dim", type=positive, metavar="N", help="with --layers: numbers per head (default: none)")
+    add(
+        "--latent-dim",
+        type=positive,
+        metavar="N",
+        help="with --layers: numbers per token of a latent (MLA) cache, instead of heads (default: none)",
+    )
     add(
         "--group",
         action="append",
         default=[],
         type=_group,
         metavar="LAYERS:KV_HEADS:HEAD_DIM",
-        help="the same for one of several KV-cache groups, once per group; LAYERS:mla:LATENT_DIM for a latent cache",
+        help="the same for one of several KV-cache groups, once per group; LAYERS:mla:LATENT_DIM for a latent cache "
+        "(default: none)",
     )
-    add("--dtype", choices=sorted(DTYPE_BYTES), help="type of the KV cache's numbers (the model's, or bfloat16)")
+    add(
+        "--dtype", choices=sorted(DTYPE_BYTES), help="type of the KV cache's numbers (default the model's, or bfloat16)"
+    )
     add("--shared-tensors", action="store_true", help="the groups' layers share tensors")
-    add("--json", action="store_true", help="one JSON object on standard output")
+    add_json(parser)
 
 
 def _setting(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"must be KEY=VALUE; got {text!r}")
+    if not (equals and key.strip()):
+        raise argparse.ArgumentTypeError(f"must be KEY=VALUE, such as world_size=4; got {text!r}")
     return key.strip(), value.strip()
 
 
@@ -73,10 +99,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _geometry(args: argparse.Namespace) -> ModelGeometry:
-    if sum(bool(given) for given in (args.model, args.group, args.layers)) != 1:
+    ways = {"--model": args.model, "--group": args.group, "--layers": args.layers}
+    given = [name for name, value in ways.items() if value]
+    if len(given) != 1:
         raise ConfigError(
             "say what the model's KV cache looks like, in one way: --model config.json, --layers with --kv-heads and "
-            "--head-dim, or --group 32:8:128"
+            f"--head-dim, or --group 32:8:128; got {' and '.join(given) or 'none of them'}"
         )
     groups, dtype_bytes = tuple(args.group), DTYPE_BYTES["bfloat16"]
     if args.model is not None:
@@ -91,9 +119,13 @@ def _geometry(args: argparse.Namespace) -> ModelGeometry:
 
 def _one_group(args: argparse.Namespace) -> LayerGroup:
     if args.latent_dim is not None:
+        if args.kv_heads is not None or args.head_dim is not None:
+            raise ConfigError(
+                f"--latent-dim {args.latent_dim} describes a cache without heads: leave --kv-heads and --head-dim out"
+            )
         return LayerGroup(args.layers, latent_dim=args.latent_dim)
     if args.kv_heads is None or args.head_dim is None:
-        raise ConfigError("--layers needs --kv-heads and --head-dim, or --latent-dim")
+        raise ConfigError(f"--layers {args.layers} needs --kv-heads and --head-dim, or --latent-dim")
     return LayerGroup(args.layers, args.kv_heads, args.head_dim)
 
 

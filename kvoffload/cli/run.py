@@ -18,7 +18,19 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvoffload.cli.values import Capacity, address, capacity, natural, positive, size, speed
+from kvoffload.cli.values import (
+    Capacity,
+    add_json,
+    address,
+    capacity,
+    endpoint,
+    natural,
+    policy,
+    positive,
+    size,
+    speed,
+    whole,
+)
 from kvoffload.config import EventsConfig, OffloadConfig
 from kvoffload.errors import ConfigError
 from kvoffload.events.settings import PRESETS
@@ -28,59 +40,108 @@ from kvoffload.simulate.workload import Workload, WorkloadSize
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
-    add("traces", nargs="*", type=Path, metavar="TRACE", help="request traces (JSON lines); none: built-in chats")
+    add("traces", nargs="*", type=Path, metavar="TRACE", help="request traces, JSON lines (default built-in chats)")
     add("--dry", action="store_true", help="decisions only: no service, no bytes")
-    add("--policy", default="lru", help="cache policy (lru)")
-    add("--store-threshold", type=natural, default=0, metavar="N", help="store blocks asked for by N requests (0: all)")
+    add("--policy", type=policy, default="lru", metavar="POLICY", help="cache policy (default lru)")
+    add(
+        "--store-threshold",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="store blocks that N requests asked for; 0: all (default 0)",
+    )
     amount = parser.add_mutually_exclusive_group()
-    amount.add_argument("--cpu-bytes", type=size, metavar="SIZE", help="host memory, such as 512MiB")
+    amount.add_argument(
+        "--cpu-bytes", type=size, metavar="SIZE", help="host memory, such as 512MiB (default: see --capacity)"
+    )
     amount.add_argument(
         "--capacity",
         type=capacity,
         default=Capacity(percent=10),
         metavar="N|N%",
-        help="host memory in blocks, or in %% of the unique blocks requested (10%%)",
+        help="host memory in blocks, or in %% of the unique blocks requested (default 10%%)",
     )
-    add("--gpu-blocks", type=natural, default=0, metavar="N", help="prefix cache in front; 0: no reuse in front (0)")
-    add("--block-bytes", type=size, default=64 << 10, metavar="SIZE", help="bytes of one engine block (64KiB)")
-    add("--block-size-factor", type=positive, default=1, metavar="F", help="engine blocks in an offloaded block (1)")
-    add("--store-step", type=positive, default=16, metavar="N", help="blocks computed and offered at a time (16)")
+    add(
+        "--gpu-blocks",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="prefix cache in front; 0: no reuse in front (default 0)",
+    )
+    add("--block-bytes", type=size, default=64 << 10, metavar="SIZE", help="bytes of one engine block (default 64KiB)")
+    add(
+        "--block-size-factor",
+        type=positive,
+        default=1,
+        metavar="F",
+        help="engine blocks in an offloaded block (default 1)",
+    )
+    add(
+        "--store-step",
+        type=positive,
+        default=16,
+        metavar="N",
+        help="blocks computed and offered at a time (default 16)",
+    )
     add(
         "--partial-blocks",
         choices=("drop", "keep"),
         default="drop",
-        help="a prompt's unfinished last block: real engines do not offer it (drop)",
+        help="a prompt's unfinished last block: real engines do not offer it (default drop)",
     )
     add(
         "--prefill-rate", type=positive, default=10_000, metavar="N",
-        help="tokens per second of a prefill that a hit saves: the simulated one only writes bytes (10000)",
+        help="tokens per second of a prefill that a hit saves: the simulated one only writes bytes (default 10000)",
     )  # fmt: skip
-    add("--concurrency", type=positive, default=8, metavar="N", help="requests at a time (8)")
-    add("--speed", type=speed, metavar="max|N", help="N times the trace's own clock, or as fast as possible (max)")
-    add("--verify", action=argparse.BooleanOptionalAction, default=True, help="check each loaded block's bytes (on)")
-    add("--seed", type=int, default=0, help="seed of the built-in chats (0)")
-    add("--requests", type=positive, metavar="N", help="stop after N requests (all of a trace; 2000 built-in)")
+    add("--concurrency", type=positive, default=8, metavar="N", help="requests at a time (default 8)")
+    add(
+        "--speed",
+        type=speed,
+        metavar="max|N",
+        help="N times the trace's own clock, or as fast as possible (default max)",
+    )
+    add(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="check each loaded block's bytes (default on)",
+    )
+    add("--seed", type=whole, default=0, metavar="N", help="seed of the built-in chats (default 0)")
+    add("--requests", type=positive, metavar="N", help="stop after N requests (default all of a trace, 2000 built-in)")
     add("--skip-bad-lines", action="store_true", help="go on after a trace line that cannot be used, and count it")
-    add("--workers", type=natural, default=0, metavar="N", help="rank processes that share each block; 0: none (0)")
+    add(
+        "--workers",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="rank processes that share each block; 0: none (default 0)",
+    )
     feed = parser.add_mutually_exclusive_group()
     feed.add_argument(
         "--feed",
         "--events",
         dest="feed",
+        type=endpoint,
         metavar="ENDPOINT",
-        help="publish the events feed there, such as tcp://127.0.0.1:5557; without it only this process reads it",
+        help="publish the events feed there, such as tcp://127.0.0.1:5557 (default: only this process reads it)",
     )
     feed.add_argument("--no-feed", action="store_true", help="no events feed at all")
-    add("--feed-replay", metavar="ENDPOINT", help="answer replays there (the port after the feed's)")
-    add("--consumer", choices=sorted(PRESETS), help="whom the feed must suit (vllm)")
+    add(
+        "--feed-replay",
+        type=endpoint,
+        metavar="ENDPOINT",
+        help="answer replays there (default: the port after the feed's)",
+    )
+    add("--for", "--consumer", dest="consumer", choices=sorted(PRESETS), help="whom the feed must suit (default vllm)")
     add("--forever", action="store_true", help="begin anew at the end, until SIGTERM or Ctrl-C")
-    add("--http", type=address, metavar="HOST:PORT", help="serve /metrics, /livez and /readyz while it runs")
-    add("--metrics-dump", type=Path, metavar="FILE", help="write the metrics to FILE at the end")
-    add("--json", action="store_true", help="one JSON object on standard output")
+    add("--http", type=address, metavar="HOST:PORT", help="serve /metrics, /livez and /readyz there (default: nowhere)")
+    add("--metrics-dump", type=Path, metavar="FILE", help="write the metrics to FILE at the end (default: nowhere)")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure the workload, run it, report."""
+    _check_options(args)
     workload = Workload(
         args.traces,
         seed=args.seed,
@@ -103,10 +164,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"note: --gpu-blocks is raised to the longest prompt's {measured.largest_request}", file=sys.stderr)
         args.gpu_blocks = measured.largest_request
     if args.dry:
-        if args.forever or args.http or args.metrics_dump or args.workers or args.feed:
-            raise ConfigError(
-                "--forever, --http, --metrics-dump, --workers and --feed need the service: leave --dry out"
-            )
         from kvoffload.cli.dry import run_dry_command
 
         return run_dry_command(args, workload, measured, config)
@@ -119,21 +176,45 @@ def run(args: argparse.Namespace) -> int:
         return run_drive_command(args, workload, measured, config.model_copy(update={"events": events}))
 
 
-def _events(endpoint: str | None, replay: str | None, consumer: str | None) -> EventsConfig | None:
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuse options that contradict each other, before anything is read."""
+    if args.dry and (given := _given(args)):
+        raise ConfigError(
+            f"{', '.join(given)} cannot go with --dry: {'it needs' if len(given) == 1 else 'they need'} "
+            "the service; leave --dry out"
+        )
+    for option, value in (("--feed-replay", args.feed_replay), ("--for", args.consumer)):
+        if value is not None and args.feed is None:
+            raise ConfigError(f"{option} {value} needs --feed ENDPOINT: it is about a feed that others read")
+    if args.feed_replay is not None and args.feed_replay == args.feed and not args.feed.endswith(":0"):
+        raise ConfigError(f"--feed and --feed-replay are both {args.feed}: give the replays an endpoint of their own")
+    unit = 8 * max(1, args.workers)
+    if not args.dry and args.block_bytes % unit:
+        least = max(unit, args.block_bytes // unit * unit)
+        raise ConfigError(
+            f"--block-bytes must be a multiple of {unit} (8 for each of --workers), such as {least} or {least + unit}; "
+            f"got {args.block_bytes}"
+        )
+
+
+def _given(args: argparse.Namespace) -> list[str]:
+    """Return the options in use that need the service."""
+    names = ("forever", "http", "metrics_dump", "workers", "feed")
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
+
+
+def _events(feed: str | None, replay: str | None, consumer: str | None) -> EventsConfig | None:
     """Return the feed's configuration: replays are answered at the port after the feed's, unless told otherwise."""
-    if endpoint is None:
-        for option, value in (("--feed-replay", replay), ("--consumer", consumer)):
-            if value is not None:
-                raise ConfigError(f"{option} needs --feed ENDPOINT")
+    if feed is None:
         return None
-    host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError(f"--feed must end in a port, such as tcp://127.0.0.1:5557; got {endpoint!r}")
-    return EventsConfig(
-        endpoint=endpoint,
-        replay_endpoint=replay or f"{host}:{int(port) + 1 if int(port) else 0}",
-        consumer=[consumer or "vllm"],
-    )
+    if replay is None:
+        host, _, port = feed.rpartition(":")
+        if not feed.startswith("tcp://"):
+            raise ConfigError(f"--feed {feed} has no port after which replays could be answered: give --feed-replay")
+        if int(port) == 0xFFFF:
+            raise ConfigError(f"--feed {feed} leaves no port above it for replays: give --feed-replay, or a lower port")
+        replay = f"{host}:{int(port) + 1 if int(port) else 0}"
+    return EventsConfig(endpoint=feed, replay_endpoint=replay, consumer=[consumer or "vllm"])
 
 
 def _config(args: argparse.Namespace, workload: Workload, measured: WorkloadSize) -> OffloadConfig:
@@ -143,7 +224,12 @@ def _config(args: argparse.Namespace, workload: Workload, measured: WorkloadSize
     asked: Capacity = args.capacity
     wanted = args.cpu_bytes or asked.resolve(measured.unique_blocks) * args.block_bytes
     if wanted < offloaded:
-        raise ConfigError(f"the host memory asked for must hold one offloaded block of {offloaded} bytes; got {wanted}")
+        name = "--cpu-bytes" if args.cpu_bytes else "--capacity"
+        raise ConfigError(
+            f"{name} must hold one offloaded block of {offloaded} bytes (--block-bytes {args.block_bytes} x "
+            f"--block-size-factor {factor}); got {wanted} bytes"
+            + ("" if args.cpu_bytes else f", of {measured.unique_blocks} unique blocks")
+        )
     return OffloadConfig(
         cpu_bytes_to_use=wanted // offloaded * offloaded,
         gpu_block_size=workload.block_tokens,

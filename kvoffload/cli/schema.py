@@ -19,7 +19,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from kvoffload.cli.report import print_json
+from kvoffload.cli.values import add_json
 from kvoffload.config import EventsConfig, OffloadConfig
+from kvoffload.errors import ConfigError
 from kvoffload.events.wire import event_schema
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -81,22 +84,36 @@ def _values(schema: Mapping[str, Any]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("root", nargs="?", type=Path, default=Path(), help="the folder they go below (.)")
+    parser.add_argument(
+        "root", nargs="?", type=Path, default=Path(), metavar="ROOT", help="the folder they go below (default .)"
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a file is not in step")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write or check the files."""
-    stale = 0
+    written: list[str] = []
+    stale: list[str] = []
     for name, text in generated().items():
         path: Path = args.root / name
         if path.is_file() and path.read_text(encoding="utf-8") == text:
             continue
         if args.check:
-            stale += 1
+            stale.append(str(path))
             print(f"{path} is not in step: run `kvoffload schema {args.root}`", file=sys.stderr)
-        else:
+            continue
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"ROOT {args.root}: {path} cannot be written: {error.strerror or error}; give a folder "
+                "that may be written"
+            ) from None
+        written.append(str(path))
+        if not args.json:
             print(f"wrote {path}")
+    if args.json:
+        print_json({"written": written, "not_in_step": stale})
     return 1 if stale else 0

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvoffload.cli.progress import progress_bar
-from kvoffload.cli.values import Capacity, capacity, positive
+from kvoffload.cli.values import Capacity, add_json, capacity, listed, positive, whole
+from kvoffload.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvoffload.simulate.simulator import SimulationResult
@@ -34,47 +35,77 @@ _DEFAULT_CAPACITIES = "1%,2%,5%,10%,20%"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
-    add("traces", nargs="*", type=Path, metavar="TRACE", help="request traces (JSON lines); none: built-in chats")
-    add("--policy", default="lru,arc,adaptive,belady", metavar="P,P,...", help="cache policies (%(default)s)")
+    add("traces", nargs="*", type=Path, metavar="TRACE", help="request traces, JSON lines (default built-in chats)")
+    add(
+        "--policy",
+        type=_policies,
+        default="lru,arc,adaptive,belady",
+        metavar="POLICY,...",
+        help="cache policies (default %(default)s)",
+    )
     add(
         "--capacity",
         type=_capacities,
         default=_DEFAULT_CAPACITIES,
         metavar="N|N%,...",
-        help="host memory in blocks, or in %% of each trace's unique blocks ("
+        help="host memory in blocks, or in %% of each trace's unique blocks (default "
         + _DEFAULT_CAPACITIES.replace("%", "%%")
         + ")",
     )
-    add("--warmup", type=_share, default=0.5, metavar="SHARE", help="share of the trace's time not counted (0.5)")
-    add("--hint", action="append", metavar="HINT", help="hint given at each request's end; may be repeated (none)")
+    add(
+        "--warmup",
+        type=_share,
+        default=0.5,
+        metavar="SHARE",
+        help="share of the trace's time not counted (default 0.5)",
+    )
+    add(
+        "--hint",
+        action="append",
+        type=_hint,
+        metavar="HINT",
+        help="hint given at each request's end; may be repeated (default none)",
+    )
     add(
         "--partial-blocks",
         choices=("drop", "keep"),
         default="drop",
-        help="a prompt's unfinished last block: real engines do not offer it (drop)",
+        help="a prompt's unfinished last block: real engines do not offer it (default drop)",
     )
-    add("--metric", choices=("prefix", "block"), default="prefix", help="which hits the table and the plot show")
-    add("--store-step", type=positive, default=16, metavar="N", help="blocks computed and offered at a time (16)")
-    add("--requests", type=positive, metavar="N", help="stop after N requests (all of a trace; 2000 built-in)")
-    add("--seed", type=int, default=0, help="seed of the built-in chats and of the hints (0)")
-    add("--jobs", type=positive, metavar="N", help="processes (as many as there are CPUs)")
-    add("--json", action="store_true", help="a JSON list on standard output")
-    add("--plot", type=Path, metavar="FILE.png", help="draw hit ratio over capacity (needs kvoffload[plot])")
+    add(
+        "--metric",
+        choices=("prefix", "block"),
+        default="prefix",
+        help="which hits the table and the plot show (default prefix)",
+    )
+    add(
+        "--store-step",
+        type=positive,
+        default=16,
+        metavar="N",
+        help="blocks computed and offered at a time (default 16)",
+    )
+    add("--requests", type=positive, metavar="N", help="stop after N requests (default all of a trace, 2000 built-in)")
+    add("--seed", type=whole, default=0, metavar="N", help="seed of the built-in chats and of the hints (default 0)")
+    add("--processes", "--jobs", type=positive, metavar="N", help="processes (default as many as there are CPUs)")
+    add_json(parser, "print a JSON list")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="draw hit ratio over capacity; needs kvoffload[plot] (default: no picture)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that was asked for, simulate, report."""
-    from kvoffload.simulate.hints import parse_hint
-    from kvoffload.simulate.plot import plot, require_matplotlib
-    from kvoffload.simulate.simulator import DEAF, check_policy
+    from kvoffload.simulate.plot import plot
+    from kvoffload.simulate.simulator import DEAF
     from kvoffload.simulate.sweep import Cell, TraceSource, run_cells
 
-    policies = list(dict.fromkeys(name.strip() for name in args.policy.split(",")))
-    for name in policies:
-        check_policy(name)
-    hints = list(dict.fromkeys(parse_hint(text).text for text in args.hint or ["none"]))
+    hints = list(dict.fromkeys(args.hint or ["none"]))
     if args.plot is not None:
-        require_matplotlib()
+        _check_plot(args.plot)
     cells = []
     for path in args.traces or [None]:
         source = TraceSource(path, keep_partial=args.partial_blocks == "keep", seed=args.seed, limit=args.requests)
@@ -82,13 +113,13 @@ def run(args: argparse.Namespace) -> int:
         sizes = list(dict.fromkeys(max(1, size.resolve(unique)) for size in args.capacity))
         cells += [
             Cell(source, policy, hint, size, args.warmup, args.store_step)
-            for policy in policies
+            for policy in args.policy
             for hint in (hints if policy not in DEAF else ["none"])
             for size in sizes
         ]
-    jobs = args.jobs or len(os.sched_getaffinity(0))
+    processes = args.processes or len(os.sched_getaffinity(0))
     with progress_bar("simulate", len(cells), unit="cells") as progress:
-        results = run_cells(cells, jobs, progress)
+        results = run_cells(cells, processes, progress)
     if args.plot is not None:
         plot(results, args.metric, args.plot)
         print(f"wrote {args.plot}", file=sys.stderr)
@@ -120,6 +151,37 @@ def _print_table(results: Sequence[SimulationResult], metric: str) -> None:
     print()
 
 
+def _check_plot(path: Path) -> None:
+    """Refuse a picture that could not be drawn, before the time is spent."""
+    from kvoffload.simulate.plot import formats
+
+    if path.suffix[1:].lower() not in formats():
+        raise ConfigError(f"--plot must end in one of .{', .'.join(formats())}; got {str(path)!r}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--plot {path}: there is no folder {path.parent}; make it, or name another")
+
+
+def _policies(text: str) -> list[str]:
+    from kvoffload.simulate.simulator import check_policy
+
+    names = listed(text)
+    try:
+        for name in names:
+            check_policy(name)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return names
+
+
+def _hint(text: str) -> str:
+    from kvoffload.simulate.hints import parse_hint
+
+    try:
+        return parse_hint(text).text
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _capacities(text: str) -> list[Capacity]:
     return [capacity(part.strip()) for part in text.split(",")]
 
@@ -130,5 +192,5 @@ def _share(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 0 and below 1; got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a share of at least 0 and below 1, such as 0.5; got {text!r}")
     return value

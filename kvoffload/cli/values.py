@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, KVOffloadError
 
 MOST = 10**12
 """The largest count that an option takes: beyond it is a slip of the finger, not a machine."""
@@ -62,6 +63,109 @@ def speed(text: str) -> float | None:
     return value
 
 
+def add_json(parser: argparse.ArgumentParser, what: str = "print one JSON object") -> None:
+    """Add `--json`."""
+    parser.add_argument("--json", action="store_true", help=f"{what} on standard output, for programs")
+
+
+def add_check(parser: argparse.ArgumentParser) -> None:
+    """Add `--check` to a benchmark."""
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
+
+
+def add_repeat(parser: argparse.ArgumentParser, default: int, *aliases: str) -> None:
+    """Add `--repeat` to a benchmark."""
+    parser.add_argument(
+        "--repeat", *aliases, type=positive, default=default, metavar="N",
+        help="repetitions, of which the median counts (default %(default)s)",
+    )  # fmt: skip
+
+
+def add_seed(parser: argparse.ArgumentParser) -> None:
+    """Add `--seed` to a benchmark."""
+    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="seed of what is random (default 0)")
+
+
+def add_uvloop(parser: argparse.ArgumentParser) -> None:
+    """Add `--uvloop` to a benchmark."""
+    parser.add_argument("--uvloop", action="store_true", help="run on uvloop instead of asyncio's own loop")
+
+
+def whole(text: str) -> int:
+    """Read a whole number."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = MOST + 1
+    if abs(value) > MOST:
+        raise argparse.ArgumentTypeError(f"must be a whole number, such as 7; got {text!r}")
+    return value
+
+
+def seconds(text: str) -> float:
+    """Read a positive number of seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= MOST:
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, such as 2 or 0.5; got {text!r}")
+    return value
+
+
+def endpoint(text: str) -> str:
+    """Read a ZeroMQ endpoint."""
+    from kvoffload.events.settings import tcp_port
+
+    return _checked(tcp_port, text)
+
+
+def url(text: str) -> str:
+    """Read the URL of an HTTP server."""
+    if not text.startswith(("http://", "https://")) or not text.partition("://")[2]:
+        raise argparse.ArgumentTypeError(f"must be a URL, such as http://127.0.0.1:8090; got {text!r}")
+    return text
+
+
+def policy(text: str) -> str:
+    """Read the name of a cache policy, and import it."""
+    from kvoffload.manager.policies.registry import load_policy
+
+    return _checked(load_policy, text)
+
+
+def policies(text: str) -> list[str]:
+    """Read names of cache policies, separated by commas."""
+    return [policy(name) for name in listed(text)]
+
+
+def listed(text: str) -> list[str]:
+    """Read words separated by commas, each once."""
+    return list(dict.fromkeys(part.strip() for part in text.split(",")))
+
+
+def some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return a reader of words separated by commas, each one of `known`."""
+
+    def read(text: str) -> list[str]:
+        words = listed(text)
+        wrong = [word for word in words if word not in known]
+        if wrong:
+            raise argparse.ArgumentTypeError(f"must be some of {','.join(known)}; got {','.join(wrong)!r}")
+        return words
+
+    return read
+
+
+def _checked(check: Callable[[str], object], text: str) -> str:
+    """Return `text` after a check, whose errors become argparse's."""
+    try:
+        check(text)
+    except KVOffloadError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def positive(text: str) -> int:
     """Read a whole number of at least 1."""
     return _at_least(text, 1)
@@ -78,7 +182,8 @@ def _at_least(text: str, least: int) -> int:
     except ValueError:
         value = least - 1
     if not least <= value <= MOST:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}; got {text!r}")
+        limit = f"at least {least}" if value < least else f"at most {MOST}"
+        raise argparse.ArgumentTypeError(f"must be a whole number of {limit}; got {text!r}")
     return value
 
 

@@ -59,13 +59,13 @@ class ReplayClient:
         head = self._json(frames[2]) if len(frames) == 3 and frames[1] == b"snapshot" else None
         if not isinstance(head, dict) or not isinstance(head.get("cut"), int):
             self.close()
-            raise NoAnswer(f"{self.endpoint} answers a snapshot with something else")
+            raise NoAnswer(f"{self.endpoint} answers a snapshot with something else: it is no publisher of kvoffload")
         payloads: list[bytes] = []
         while True:
             frames = self._receive()
             if len(frames) != 4:
                 self.close()
-                raise NoAnswer(f"{self.endpoint} breaks a snapshot off")
+                raise NoAnswer(f"{self.endpoint} breaks a snapshot off: ask again")
             if frames[2] == END_SEQUENCE:
                 self.close()
                 return head, payloads
@@ -106,11 +106,14 @@ class ReplayClient:
             return json.loads(text)
         except ValueError as error:
             self.close()
-            raise NoAnswer(f"{self.endpoint} answers with no JSON") from error
+            raise NoAnswer(f"{self.endpoint} answers with no JSON: it is no publisher of kvoffload") from error
 
     def _receive(self) -> list[bytes]:
         sock = self._socket
         if sock is None or not sock.poll(self._timeout_ms):
             self.close()
-            raise NoAnswer(f"no answer from {self.endpoint} within {self._timeout_ms / 1000:g} s")
+            raise NoAnswer(
+                f"no answer from {self.endpoint} within {self._timeout_ms / 1000:g} s: give the "
+                "replay_endpoint of a publisher that runs, or a longer timeout"
+            )
         return sock.recv_multipart()

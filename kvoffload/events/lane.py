@@ -6,6 +6,7 @@ always between two batches. Nothing is sent while it is held.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections.abc import Callable
@@ -158,5 +159,7 @@ def attach(sock: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
         if error.errno == zmq.EADDRINUSE and port:
             pair = free_pair(port + 1)
             hint = f"; port {port} is taken" + (f", {pair[0]} and {pair[1]} are free" if pair else "")
+        elif bind and error.errno == errno.EADDRNOTAVAIL:
+            hint = "; give an address of this host, or tcp://*:PORT for all of them"
         raise ConfigError(f"endpoint {endpoint!r} cannot be {'bound' if bind else 'used'}: {error}{hint}") from None
     return str(sock.getsockopt_string(zmq.LAST_ENDPOINT))

@@ -142,7 +142,9 @@ class DynamoIndexer:
     def _call(self, path: str, body: Mapping[str, Any] | None = None) -> Any:  # noqa: ANN401 - JSON
         data = None if body is None else json.dumps(body).encode()
         if not self.url.startswith(("http://", "https://")):
-            raise IndexerError(f"indexer URL {self.url!r} must begin with http:// or https://")
+            raise IndexerError(
+                f"indexer URL {self.url!r} must begin with http:// or https://, such as http://127.0.0.1:8090"
+            )
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})  # noqa: S310
         try:
             with urllib.request.urlopen(request, timeout=self._timeout) as answer:  # noqa: S310

@@ -172,7 +172,7 @@ def tcp_port(endpoint: str) -> int | None:
         return None
     port = rest.rpartition(":")[2]
     if not port.isdigit() or int(port) > 0xFFFF:
-        raise ConfigError(f"endpoint {endpoint!r} has no port number: use tcp://host:port")
+        raise ConfigError(f"endpoint {endpoint!r} needs a port number of 0 to 65535: use tcp://host:port")
     return int(port)
 
 
@@ -184,7 +184,7 @@ def rank_endpoint(endpoint: str, rank: int) -> str:
     if port is None:
         return f"{endpoint}_dp{rank}"
     if port + rank > 0xFFFF:
-        raise ConfigError(f"endpoint {endpoint!r} has no port for rank {rank}: {port + rank} is above 65535")
+        raise ConfigError(f"endpoint {endpoint!r} has no port for rank {rank}: {port} must be at most {0xFFFF - rank}")
     return f"{endpoint.rpartition(':')[0]}:{port + rank}"
 
 
@@ -200,7 +200,7 @@ def check_ports(endpoint: str, replay_endpoint: str | None, ranks: int) -> None:
     live, replay = tcp_port(endpoint), tcp_port(replay_endpoint)
     if live is None or replay is None:
         if endpoint == replay_endpoint:
-            raise ConfigError(f"endpoint and replay_endpoint are both {endpoint!r}")
+            raise ConfigError(f"endpoint and replay_endpoint are both {endpoint!r}: each needs its own")
         return
     if live and replay and abs(live - replay) < ranks:
         raise ConfigError(

@@ -22,6 +22,18 @@ def require_matplotlib() -> None:
         raise UnsupportedError("--plot needs matplotlib: pip install 'kvoffload[plot]'")
 
 
+def formats() -> list[str]:
+    """Return the suffixes, without their dot, of the pictures that can be drawn.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    return sorted(FigureCanvasAgg.get_supported_filetypes())
+
+
 def plot(results: Sequence[SimulationResult], metric: str, path: Path) -> None:
     """Draw one panel per trace into a file; its suffix names the format.
 

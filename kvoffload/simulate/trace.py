@@ -97,10 +97,14 @@ class TraceReader(Iterable[TraceRequest]):
         try:
             file = self.path.open("rb")
         except OSError as error:
-            raise TraceError(f"{self.path}: {error.strerror or error}") from None
+            raise TraceError(
+                f"trace {self.path} cannot be read: {error.strerror or error}; give the path of a JSON lines file"
+            ) from None
         with file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise TraceError(f"{self.path}: not a regular file: a trace is read more than once, a pipe cannot be")
+                raise TraceError(
+                    f"trace {self.path} is not a regular file: it is read more than once; write it to a file first"
+                )
             for number, text in enumerate(_lines(file, self.path), start=1):
                 if text.isspace():
                     continue
@@ -110,7 +114,9 @@ class TraceReader(Iterable[TraceRequest]):
                 except (msgspec.MsgspecError, ValueError) as error:
                     problem = f"{self.path}:{number}: {_what(error)}"
                     if not self.skip_bad_lines:
-                        raise TraceError(problem) from None
+                        raise TraceError(
+                            f"{problem}; correct it, or go on after such lines (--skip-bad-lines)"
+                        ) from None
                     self.bad_lines += 1
                     self.first_error = self.first_error or problem
                     continue
@@ -131,7 +137,9 @@ def _lines(file: Iterable[bytes], path: Path) -> Iterator[bytes]:
     try:
         yield from file
     except OSError as error:
-        raise TraceError(f"{path}: {error.strerror or error}") from None
+        raise TraceError(
+            f"trace {path} cannot be read: {error.strerror or error}; give the path of a JSON lines file"
+        ) from None
 
 
 class _Clock:

@@ -100,10 +100,14 @@ class Workload(Iterable[WorkloadRequest]):
         if not requested:
             what = "no requests" if not requests else "no prompt has a block"
             skipped = f"; skipped {bad} line(s), the first: {self.first_error()}" if bad else ""
-            raise TraceError(f"{self.name}: {what}{skipped}")
+            raise TraceError(
+                f"{self.name}: {what}{skipped}; give a trace with at least one line of a request that has blocks"
+            )
         sizes = {reader.block_tokens for reader in self._readers}
         if len(sizes) > 1:
-            raise ConfigError(f"traces of one run must have blocks of one size, got {sorted(sizes)} tokens")
+            raise ConfigError(
+                f"traces of one run must have blocks of one size, got {sorted(sizes)} tokens: run them one by one"
+            )
         if sizes:
             self.block_tokens = sizes.pop()
         return WorkloadSize(requests, requested, sum(map(len, unique)), largest, bad)

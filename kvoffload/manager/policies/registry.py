@@ -21,9 +21,11 @@ def register_policy(name: str, module_path: str, class_name: str) -> None:
         RegistrationError: The name is taken, empty, or contains a colon.
     """
     if not name or ":" in name:
-        raise RegistrationError(f"a policy name must be non-empty and without a colon, got {name!r}")
+        raise RegistrationError(f"a policy name must be non-empty and without a colon, such as 'mine'; got {name!r}")
     if name in _policies:
-        raise RegistrationError(f"policy {name!r} is already registered as {':'.join(_policies[name])}")
+        raise RegistrationError(
+            f"policy {name!r} is already registered as {':'.join(_policies[name])}: choose another name"
+        )
     _policies[name] = (module_path, class_name)
 
 
@@ -52,13 +54,21 @@ def load_policy(name: str) -> type[CachePolicy]:
     try:
         module = importlib.import_module(module_path)
     except ImportError as error:
-        raise ExtensionImportError(f"cannot import {module_path!r} for cache policy {class_name!r}: {error}") from error
+        raise ExtensionImportError(
+            f"cache policy '{module_path}:{class_name}': module {module_path!r} cannot be imported: {error}; install "
+            "it, or put its folder on PYTHONPATH"
+        ) from error
     try:
         policy = getattr(module, class_name)
     except AttributeError:
-        raise ExtensionAttributeError(f"module {module_path!r} has no cache policy {class_name!r}") from None
+        raise ExtensionAttributeError(
+            f"cache policy '{module_path}:{class_name}': module {module_path!r} has no class {class_name!r}; name a "
+            "subclass of CachePolicy that it has"
+        ) from None
     if not (isinstance(policy, type) and issubclass(policy, CachePolicy)):
-        raise ExtensionTypeError(f"{module_path}:{class_name} is {policy!r}, not a subclass of CachePolicy")
+        raise ExtensionTypeError(
+            f"cache policy '{module_path}:{class_name}' is {policy!r}: it must be a subclass of CachePolicy"
+        )
     return policy
 
 

@@ -125,9 +125,9 @@ def test_a_file_is_read_and_a_table_printed(tmp_path, capsys):
     [
         ([], "in one way: --model config.json, --layers"),
         (["--group", "32:8:128", "--layers", "32"], "in one way"),
-        (["--layers", "32", "--kv-heads", "8"], "--layers needs --kv-heads and --head-dim, or --latent-dim"),
+        (["--layers", "32", "--kv-heads", "8"], "--layers 32 needs --kv-heads and --head-dim, or --latent-dim"),
         (["--group", "32:8:128", "--set", "cpu_bytes_to_use=1KiB"], "at least one offloaded block"),
-        (["--group", "32:6:128", "--set", "world_size=4"], "6 KV heads cannot be cut over 4 ranks"),
+        (["--group", "32:6:128", "--set", "world_size=4"], "6 KV heads cannot be cut over world_size 4"),
         (["--group", "32:8:128", "--set", "gpu_block_size=16,32"], "names 2 KV-cache groups"),
         (["--model", "missing.json"], "missing.json cannot be read"),
     ],

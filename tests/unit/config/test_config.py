@@ -64,7 +64,7 @@ def test_groups_of_unequal_block_size_refuse_an_offloaded_block_size():
 
 
 def test_groups_that_do_not_align_are_refused():
-    with pytest.raises(ConfigError, match="24 and 16"):
+    with pytest.raises(ConfigError, match="smallest, 16; got 24"):
         config(gpu_block_size=(16, 24))
 
 

@@ -60,7 +60,7 @@ def test_missing_module_and_missing_class_are_named():
     """A-C4."""
     with pytest.raises(ExtensionImportError, match=r"no\.such.*MyPolicy"):
         load_policy("no.such:MyPolicy")
-    with pytest.raises(ExtensionAttributeError, match="'math' has no cache policy 'MyPolicy'"):
+    with pytest.raises(ExtensionAttributeError, match="'math' has no class 'MyPolicy'"):
         load_policy("math:MyPolicy")
 
 

@@ -72,7 +72,7 @@ def test_bad_lines_are_skipped_and_counted_on_request(tmp_path):
 
 
 def test_absent_file_is_named(tmp_path):
-    with pytest.raises(TraceError, match=r"absent\.jsonl: No such file"):
+    with pytest.raises(TraceError, match=r"absent\.jsonl cannot be read: No such file"):
         list(TraceReader(tmp_path / "absent.jsonl"))
     with pytest.raises(TraceError, match="directory"):
         list(TraceReader(tmp_path))
