@@ -82,8 +82,8 @@ def grafana(dashboard: Dashboard) -> dict[str, Any]:
         "editable": True,
         "graphTooltip": 1,
         "schemaVersion": 39,
-        "time": {"from": "now-1h", "to": "now"},
-        "refresh": "30s",
+        "time": {"from": "now-15m", "to": "now"},
+        "refresh": "15s",
         "links": [
             {
                 "title": "kvoffload",
@@ -130,6 +130,12 @@ def _variable(name: str, label: str, query: str) -> dict[str, Any]:
     }
 
 
+HIDE_PLAIN_COLUMNS = {
+    "id": "organize",
+    "options": {"excludeByName": {"Time": True, "Value": True, "__name__": True, "job": True}},
+}
+
+
 def _panel(panel: Panel, number: int, where: dict[str, int]) -> dict[str, Any]:
     base = panel.thresholds[0] if panel.thresholds and panel.thresholds[0][0] == -1e9 else (None, "green")
     steps = [{"value": None, "color": base[1]}]
@@ -144,7 +150,7 @@ def _panel(panel: Panel, number: int, where: dict[str, int]) -> dict[str, Any]:
             "drawStyle": "line",
             "lineWidth": 1,
             "fillOpacity": 40 if panel.stacked else 8,
-            "showPoints": "never",
+            "showPoints": "auto",
             "stacking": {"mode": "normal" if panel.stacked else "none", "group": "A"},
             "thresholdsStyle": {"mode": "line" if panel.thresholds else "off"},
         }
@@ -168,6 +174,7 @@ def _panel(panel: Panel, number: int, where: dict[str, int]) -> dict[str, Any]:
             for place, (expr, legend) in enumerate(panel.queries)
         ],
         "fieldConfig": {"defaults": defaults, "overrides": []},
+        "transformations": [HIDE_PLAIN_COLUMNS] if panel.kind == "table" else [],
         "options": _options(panel),
     }
 

@@ -14,6 +14,7 @@ from kvoffload.metrics.metric import Metric
 SELECTOR = 'instance=~"$instance", model_name=~"$model"'
 WINDOW = "$__rate_interval"
 
+BLOCKS, TOKENS, EVENTS = "count:blocks/s", "count:tokens/s", "count:/s"  # Grafana's units of rates: 1.2 K blocks/s
 GREEN, YELLOW, ORANGE, RED, BLUE = "green", "yellow", "orange", "red", "blue"
 
 
@@ -206,18 +207,18 @@ OVERVIEW = Dashboard(
                     "Prompt tokens",
                     "Tokens that requests asked for, and the part that was held and loaded.",
                     "The gap between held and loaded is what the GPU had itself, partial loads and failures.",
-                    "short",
+                    TOKENS,
                     (
-                        (rate("prompt_tokens"), "asked for / s"),
-                        (rate("hit_tokens"), "held / s"),
-                        (rate("loaded_tokens"), "loaded / s"),
+                        (rate("prompt_tokens"), "asked for"),
+                        (rate("hit_tokens"), "held"),
+                        (rate("loaded_tokens"), "loaded"),
                     ),
                 ),
                 Panel(
                     "Misses by cause",
                     "Blocks not found, by what last happened to them.",
                     "evicted: more memory helps; new: nothing does; rejected, filtered: settings; failed: faults.",
-                    "short",
+                    BLOCKS,
                     ((rate("miss_blocks", by="cause"), "{{cause}}"),),
                     stacked=True,
                 ),
@@ -252,7 +253,7 @@ OVERVIEW = Dashboard(
                     "Stores by outcome",
                     "Blocks offered for storing.",
                     "rejected: see reasons on the dashboard of the cache; already_present costs nothing.",
-                    "short",
+                    BLOCKS,
                     ((rate("store_blocks", by="outcome"), "{{outcome}}"),),
                     stacked=True,
                 ),
@@ -260,7 +261,7 @@ OVERVIEW = Dashboard(
                     "Requests and loads",
                     "Requests per second, and loads by outcome.",
                     "failed and unhealthy loads cost a recompute; cancelled are clients that left.",
-                    "short",
+                    EVENTS,
                     ((rate("requests"), "requests"), (rate("loads", by="outcome"), "loads {{outcome}}")),
                 ),
                 Panel(
@@ -299,7 +300,7 @@ CACHE = Dashboard(
                     "Blocks found",
                     "Blocks that requests looked for: found ready, still being written, or missed.",
                     "Many pending: equal prompts arrive together; pending_wait_seconds decides whether loads wait.",
-                    "short",
+                    BLOCKS,
                     (
                         (rate("requested_blocks"), "looked for"),
                         (rate("hit_blocks"), "hit"),
@@ -325,7 +326,7 @@ CACHE = Dashboard(
                     "Look-ups in the manager",
                     "Blocks looked up, up to each request's first miss; also behind an adapter that brings no prompts.",
                     "Without prompt series this is the hit ratio.",
-                    "short",
+                    BLOCKS,
                     ((rate("lookups", by="result"), "{{result}}"),),
                 ),
             ),
@@ -367,7 +368,7 @@ CACHE = Dashboard(
                     "Blocks that left, by reason",
                     "Readable blocks removed: evicted to make room, discarded as invalid, or reset.",
                     "Evictions come with a full cache. Resets follow new weights; discards follow hung loads.",
-                    "short",
+                    BLOCKS,
                     ((rate("removed_blocks", by="reason"), "{{reason}}"),),
                 ),
             ),
@@ -410,7 +411,7 @@ CACHE = Dashboard(
                     "Blocks not stored, by reason",
                     "Blocks rejected, or whose copy failed.",
                     "no_space: see what is held; backpressure: raise max_inflight_store_bytes or slow down.",
-                    "short",
+                    BLOCKS,
                     ((rate("unstored_blocks", by="reason"), "{{reason}}"),),
                     stacked=True,
                 ),
@@ -418,14 +419,14 @@ CACHE = Dashboard(
                     "Reservations in the manager",
                     "Blocks that got memory, by how it ended, and those refused or filtered.",
                     "abandoned: aborted requests; reset: overtaken by a reset; failed: faults.",
-                    "short",
+                    BLOCKS,
                     ((rate("manager_store_blocks", by="outcome"), "{{outcome}}"),),
                 ),
                 Panel(
                     "Resets, aborts, late copies",
                     "Events that invalidate work.",
                     "Stale completions follow resets and aborts and are harmless.",
-                    "short",
+                    EVENTS,
                     (
                         (rate("resets"), "resets"),
                         (rate("aborts"), "aborts"),
@@ -496,7 +497,7 @@ TRANSFERS = Dashboard(
                     "Loads that gave less, by reason",
                     "Loads that ended with a reason other than a plain miss.",
                     "backpressure, timeout: too much traffic for the link; the others name their fault.",
-                    "short",
+                    EVENTS,
                     ((rate("unserved_loads", by="reason"), "{{reason}}"),),
                     stacked=True,
                 ),
@@ -603,7 +604,7 @@ TRANSFERS = Dashboard(
                     "Transfers and failures",
                     "Transfers that ended, and those that failed.",
                     "Any failure is a fault of device, driver or memory: see the log.",
-                    "short",
+                    EVENTS,
                     (
                         (rate("transfers", by="direction"), "{{direction}}"),
                         (rate("transfer_failures", by="direction"), "failed {{direction}}"),
@@ -613,7 +614,7 @@ TRANSFERS = Dashboard(
                     "Deadlines",
                     "Copies that did not end in time, and those of them that ended later.",
                     "Many late ones: the deadline is too short. Never late: the device is stuck.",
-                    "short",
+                    EVENTS,
                     (
                         (rate("deadlines", by="direction"), "missed {{direction}}"),
                         (rate("late_completions", by="direction"), "ended late {{direction}}"),
@@ -690,7 +691,7 @@ FEED = Dashboard(
                     "Events and batches",
                     "Events handed to the feed and batches sent.",
                     "No batch for longer than the heartbeat: the publisher is gone.",
-                    "short",
+                    EVENTS,
                     (
                         (rate("feed_events"), "events"),
                         (rate("feed_batches"), "batches"),
@@ -725,14 +726,14 @@ FEED = Dashboard(
                     "Replays",
                     "Replay requests answered, and batches sent in answer.",
                     "Each is a consumer that joined late or lost batches; regular ones point at a lossy path.",
-                    "short",
+                    EVENTS,
                     ((rate("feed_replays"), "replays"), (rate("feed_replayed_batches"), "batches replayed")),
                 ),
                 Panel(
                     "Errors",
                     "Faults of the publisher, of event sinks, and of who reports metrics.",
                     "See the log.",
-                    "short",
+                    EVENTS,
                     (
                         (rate("feed_errors"), "publisher"),
                         (rate("observer_errors"), "event sinks"),

@@ -33,10 +33,11 @@ GRAFANA = {
     "Bps": [{"bytes": 1, "seconds": -1}],
     "percentunit": [{}],
     "none": [{}],
-    "short": [
-        {}, {"seconds": -1}, {"blocks": 1}, {"blocks": 1, "seconds": -1}, {"tokens": 1}, {"tokens": 1, "seconds": -1},
-    ],
-}  # fmt: skip
+    "short": [{}, {"blocks": 1}, {"tokens": 1}],
+    "count:blocks/s": [{"blocks": 1, "seconds": -1}],
+    "count:tokens/s": [{"tokens": 1, "seconds": -1}],
+    "count:/s": [{"seconds": -1}, {"blocks": 1, "seconds": -1}],
+}
 
 Unit = dict[str, int] | None
 """None: a plain number, which fits any unit."""

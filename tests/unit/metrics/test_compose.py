@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES = COMPOSE["services"]
 SERVICE_KEYS = {
-    "image", "build", "command", "shm_size", "ports", "healthcheck", "stop_grace_period", "restart", "volumes",
+    "image", "build", "command", "ports", "healthcheck", "stop_grace_period", "restart", "volumes",
     "depends_on", "environment",
 }  # fmt: skip
 
@@ -78,6 +78,8 @@ def test_grafana_finds_its_source_and_its_dashboards():
     assert (source["type"], source["url"]) == ("prometheus", "http://prometheus:9090")
     (provider,) = yaml.safe_load((provisioning / "dashboards" / "kvoffload.yml").read_text())["providers"]
     assert mounts("grafana")[provider["options"]["path"]] == ROOT / "dashboards" / "grafana"
+    folder, _, home = SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"].rpartition("/")
+    assert (mounts("grafana")[folder] / home).exists()
 
 
 def test_services_wait_for_each_other():
