@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
 import subprocess
+import sys
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +24,8 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.skipif(not DYNAMO, reason="KVOFFLOAD_DYNAMO_PYTHON names no Python with ai-dynamo-runtime"),
 ]
+ROOT = Path(__file__).parents[2]
+CODE = "import sys; from kvoffload.cli.main import main; sys.exit(main())"
 _instances = count(100)
 
 
@@ -98,7 +105,7 @@ def test_a_restarted_feed_with_another_instance_id_is_not_registered_as_a_second
 def test_verify_says_what_to_do_where_nothing_is_registered(indexer, capsys):
     with publisher("dynamo", instance_id="lonely") as feed:
         store(feed, chain(1, 4))
-        result = verify(capsys, feed, indexer, "--wait", "0", "--model", "nobody-registered-this")
+        result = verify(capsys, feed, indexer, "--wait", "0.1", "--model", "nobody-registered-this")
         assert names_of(result) == ["registration"]
         assert "kvoffload feed register" in result["findings"][0]["text"]
 
@@ -133,7 +140,7 @@ def test_verify_names_a_wrong_model(indexer, instance, capsys):
     with publisher("dynamo") as feed:
         store(feed, chain(1, 4))
         indexer.register(feed, "other", instance=instance)
-        result = verify(capsys, feed, indexer, "--wait", "0")
+        result = verify(capsys, feed, indexer, "--wait", "0.1")
         assert names_of(result) == ["model"]
         assert "'m'" in result["findings"][0]["text"]
         assert "'other'" in result["findings"][0]["text"]
@@ -149,7 +156,7 @@ def test_verify_names_a_wrong_block_size(indexer, instance, capsys):
             "model_name": "other", "block_size": 32, "dp_rank": 0,
         }  # fmt: skip
         call(indexer.url + "/register", body)
-        result = verify(capsys, feed, indexer, "--wait", "0", "--model", "other")
+        result = verify(capsys, feed, indexer, "--wait", "0.1", "--model", "other")
         assert names_of(result) == ["block size"]
 
 
@@ -159,7 +166,7 @@ def test_verify_names_a_wrong_port(indexer, instance, capsys):
 
         wrong = SimpleNamespace(endpoints=[f"tcp://127.0.0.1:{free_port()}"], replay_endpoints=feed.replay_endpoints)
         indexer.register(wrong, "m", instance=instance)
-        result = verify(capsys, feed, indexer, "--wait", "0")
+        result = verify(capsys, feed, indexer, "--wait", "0.1")
         assert names_of(result) == ["port"]
         assert wrong.endpoints[0] in result["findings"][0]["text"]
     code, out = feed_command(capsys, "verify", "--replay", f"tcp://127.0.0.1:{free_port()}", "--timeout", "0.2")
@@ -219,3 +226,46 @@ def test_verify_names_salted_blocks_without_extra_keys(indexer, instance, capsys
         result = verify(capsys, feed, indexer, "--wait", "5")
         assert names_of(result) == ["salt"]
         assert result["found"] == result["expected"]
+
+
+def test_the_commands_of_the_guides_run_as_they_stand(indexer, tmp_path):
+    """Only the ports are others, and the indexer is the one that runs already."""
+    feed, replay = free_port(), free_port()
+    ports = {
+        "tcp://127.0.0.1:5557": f"tcp://127.0.0.1:{feed}",
+        "tcp://127.0.0.1:5558": f"tcp://127.0.0.1:{replay}",
+        "http://127.0.0.1:8090": indexer.url,
+    }
+    lines = []
+    for name in ("connect-indexers", "no-cpu-hits"):
+        page = (ROOT / "docs" / "guides" / f"{name}.md").read_text()
+        lines += re.search(r"^```console\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1].splitlines()
+    run, server, *asked = lines
+    assert server == "python -m dynamo.indexer --port 8090"
+    assert [line.split()[2] for line in asked] == ["snippet", "register", "verify", "verify"]
+
+    def command(line):
+        for port, other in ports.items():
+            line = line.replace(port, other)
+        return [sys.executable, "-c", CODE, *shlex.split(line)[1:]]
+
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    log = (tmp_path / "run.log").open("wb")
+    with log, subprocess.Popen(
+        [*command(run), "--feed-replay", f"tcp://127.0.0.1:{replay}"], env=env, stdout=log, stderr=log
+    ) as process:  # fmt: skip
+        try:
+            wait_for(
+                lambda: subprocess.run(command(asked[0]), env=env, capture_output=True, check=False).returncode == 0
+            )
+            for line in asked:
+                done = subprocess.run(command(line), env=env, capture_output=True, text=True, timeout=60, check=False)
+                assert done.returncode == 0, (line, done.stdout, done.stderr)
+            assert done.stdout.endswith("tokens found\nok\n")
+            assert subprocess.run(
+                [*command(asked[1]), "--unregister"], env=env, capture_output=True, check=True, text=True
+            ).stdout == "unregistered\n"  # fmt: skip
+        finally:
+            process.terminate()
+            process.wait(60)
+    assert process.returncode == 0, (tmp_path / "run.log").read_text()
