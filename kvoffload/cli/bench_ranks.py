@@ -51,8 +51,8 @@ import sys, zmq
 socket = zmq.Context().socket(zmq.DEALER)
 socket.connect(sys.argv[1])
 socket.send(b"here")
-while message := socket.recv():
-    socket.send(message)
+while True:
+    socket.send(socket.recv())
 """
 
 
@@ -135,7 +135,7 @@ def _echoes(count: int) -> Iterator[Callable[[int], None]]:
     sockets = [context.socket(zmq.DEALER) for _ in endpoints]
     for socket, endpoint in zip(sockets, endpoints, strict=True):
         socket.bind(endpoint)
-    processes = [subprocess.Popen([sys.executable, "-c", _ECHO, endpoint]) for endpoint in endpoints]  # noqa: S603
+    processes: list[subprocess.Popen[bytes]] = []
 
     def trip(_number: int) -> None:
         for socket in sockets:
@@ -144,13 +144,16 @@ def _echoes(count: int) -> Iterator[Callable[[int], None]]:
             socket.recv()
 
     try:
+        processes.extend(
+            subprocess.Popen([sys.executable, "-c", _ECHO, endpoint], process_group=0)  # noqa: S603
+            for endpoint in endpoints
+        )
         for socket in sockets:
             socket.recv()
         yield trip
     finally:
-        for socket in sockets:
-            socket.send(b"")
         for process in processes:
+            process.kill()
             process.wait()
         context.destroy(linger=0)
 
@@ -165,10 +168,10 @@ def _ranks(world_size: int, *, idle: bool) -> Iterator[Callable[[int], None]]:
     poller = select.poll()
     poller.register(bridge.fileno(), select.POLLIN)
     arguments = {**gpu.arguments, "config": config.model_dump(mode="json"), "idle": idle}
-    try:
-        with RankLauncher(
-            TARGET, world_size=world_size, address=workers.address, arguments=arguments, pass_fds=[gpu.fd]
-        ) as launcher:
+    with RankLauncher(
+        TARGET, world_size=world_size, address=workers.address, arguments=arguments, pass_fds=[gpu.fd]
+    ) as launcher:
+        try:
             launcher.start()
             workers.gather(config)
             workers.provide(_BLOCKS)
@@ -185,9 +188,8 @@ def _ranks(world_size: int, *, idle: bool) -> Iterator[Callable[[int], None]]:
                         return
 
             yield command
+        finally:
             workers.shutdown()
-    finally:
-        workers.shutdown()
         bridge.close()
         gpu.close()
 

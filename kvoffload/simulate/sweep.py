@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 
 from kvoffload.simulate.hints import parse_hint
@@ -55,10 +57,35 @@ def _completed(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[int, Simulati
     if min(jobs, len(cells)) <= 1:
         yield from ((index, run_cell(cell)) for index, cell in enumerate(cells))
         return
-    with ProcessPoolExecutor(min(jobs, len(cells)), mp_context=get_context("spawn")) as pool:
-        running = {pool.submit(run_cell, cell): index for index, cell in enumerate(cells)}
+    others = set(active_children())
+    pool = ProcessPoolExecutor(min(jobs, len(cells)), mp_context=get_context("spawn"), initializer=_leave_interrupts)
+    try:
+        with _signals_held():  # a process that is being started must not see the parent go
+            running = {pool.submit(run_cell, cell): index for index, cell in enumerate(cells)}
         for future in as_completed(running):
             yield running[future], future.result()
+    except BaseException:  # nobody waits for cells whose results nobody takes
+        for process in set(active_children()) - others:
+            process.terminate()
+        pool.shutdown(cancel_futures=True)
+        raise
+    pool.shutdown()
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM wait while the block runs; processes started in it begin with both held."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _leave_interrupts() -> None:
+    """In a process of the pool: Ctrl-C is the parent's affair, which ends this process by SIGTERM."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
 
 
 def run_cell(cell: Cell) -> SimulationResult:

@@ -109,6 +109,7 @@ class RankLauncher:
             [sys.executable, "-c", _CHILD],
             stdin=subprocess.PIPE,
             pass_fds=self._pass_fds,
+            process_group=0,  # Ctrl-C at a terminal is for the launcher: a rank ends when its standard input does
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)},
         )
         if process.stdin is not None:
