@@ -1,4 +1,4 @@
-"""Show what a feed says, until interrupted.
+"""Show what a feed says, until interrupted; and when it falls silent, though it should beat.
 
 Examples:
   kvoffload feed watch tcp://127.0.0.1:5557
@@ -47,11 +47,19 @@ def _replay(text: str) -> str:
 def run(args: argparse.Namespace) -> int:
     """Print items as they come."""
     deadline = None if args.seconds is None else time.monotonic() + args.seconds
+    silent = False
+
+    def show(values: dict[str, Any]) -> None:
+        print(json.dumps(values) if args.json else as_text(values), flush=True)
+
     with Subscription(args.endpoint, args.replay, topic=args.topic) as subscription:
         while deadline is None or time.monotonic() < deadline:
             for item in subscription.poll(0.2):
-                shown = describe_item(item, subscription.sequence)
-                print(json.dumps(shown) if args.json else as_text(shown), flush=True)
+                show(describe_item(item, subscription.sequence))
+            if subscription.silent is not silent:
+                silent = subscription.silent
+                seconds = round(subscription.silent_seconds, 1)
+                show({"event": "silent", "seconds": seconds} if silent else {"event": "heard again"})
     return 0
 
 

@@ -40,9 +40,10 @@ class ReplayClient:
         """Return what the publisher says of itself; None for a publisher that is not ours.
 
         Raises:
-            NoAnswer: Nobody answers.
+            NoAnswer: Nobody answers, or the publisher is too busy.
         """
         frames = self._ask(b"describe")
+        self._refused(frames)
         found: Any = None
         if len(frames) == 3 and frames[1] == b"describe":
             found = self._json(frames[2])
@@ -56,6 +57,7 @@ class ReplayClient:
             NoAnswer: The answer is not complete in time.
         """
         frames = self._ask(b"snapshot")
+        self._refused(frames)
         head = self._json(frames[2]) if len(frames) == 3 and frames[1] == b"snapshot" else None
         if not isinstance(head, dict) or not isinstance(head.get("cut"), int):
             self.close()
@@ -100,6 +102,13 @@ class ReplayClient:
         self._socket.connect(self.endpoint)
         self._socket.send_multipart((b"", request))
         return self._receive()
+
+    def _refused(self, frames: list[bytes]) -> None:
+        """Raise when the answer is an error of our publisher."""
+        if len(frames) == 3 and frames[1] == b"error":
+            error = self._json(frames[2])
+            self.close()
+            raise NoAnswer(f"{self.endpoint}: {error.get('error') if isinstance(error, dict) else error}")
 
     def _json(self, text: bytes) -> Any:  # noqa: ANN401 - JSON
         try:

@@ -30,6 +30,7 @@ class PublisherStats:
         active_replays: Answers under way now.
         incomplete_replays: Replays that may leave dead blocks behind.
         replays_given_up: Replays whose reader stopped reading.
+        replays_refused: Requests that found too many others open.
         replay_messages: Messages sent in replays and snapshots.
         replay_bytes: Payload bytes of these.
         lives: Lives of the first endpoint's sequence.
@@ -54,6 +55,7 @@ class PublisherStats:
     active_replays: int = 0
     incomplete_replays: int = 0
     replays_given_up: int = 0
+    replays_refused: int = 0
     replay_messages: int = 0
     replay_bytes: int = 0
     lives: int = 0
@@ -104,5 +106,6 @@ def describe_lane(
             "max_tombstones": settings.max_tombstones,
             "tombstones_discarded": journal.tombstones_discarded,
             "incomplete_replays": lane.counters.incomplete_replays,
+            "replays_refused": lane.counters.replays_refused,
         },
     }

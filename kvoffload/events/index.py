@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from kvoffload.events.subscriber import GapRecovered, Item, SourceReset, Subscription, Synced, Unrecoverable
+from kvoffload.events.subscriber import GapRecovered, Item, SourceReset, Subscription, Synced, Unrecoverable, is_silent
 from kvoffload.events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Hash
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,21 @@ class TierMatch:
 
 @dataclass(frozen=True, slots=True)
 class SourceStatus:
-    """What is known of one source."""
+    """What is known of one source.
+
+    Attributes:
+        synced: What was heard is the whole truth, as of `silent_seconds` ago.
+        sequence: Last number applied.
+        blocks: Blocks it holds.
+        gaps_recovered: Gaps that a replay closed.
+        resets: Times it was heard from the beginning, the start included.
+        unrecoverable: Times something was missing for good.
+        last_problem: What the last reset or loss was about.
+        model_name: Its model, if it says so.
+        events: Events applied.
+        silent_seconds: Time since it last said something.
+        silent: It beats, but was not heard for several beats and does not answer: it may be gone.
+    """
 
     synced: bool
     sequence: int
@@ -39,6 +53,8 @@ class SourceStatus:
     last_problem: str | None
     model_name: str | None
     events: int
+    silent_seconds: float
+    silent: bool
 
 
 @dataclass(slots=True)
@@ -54,6 +70,8 @@ class _Source:
     unrecoverable: int = 0
     last_problem: str | None = None
     events: int = 0
+    heard_at: float = field(default_factory=time.monotonic)
+    heartbeat_seconds: float = 0.0
 
 
 class ResidencyIndex:
@@ -96,7 +114,9 @@ class ResidencyIndex:
     def apply(self, source: str, item: Item) -> None:
         """Apply one item of a source's subscription."""
         with self._lock:
-            self._apply(self._sources.setdefault(source, _Source()), item)
+            found = self._sources.setdefault(source, _Source())
+            found.heard_at = time.monotonic()
+            self._apply(found, item)
 
     def holds(self, source: str) -> set[Place]:
         """Return (medium, group, hash) of every block that a source holds."""
@@ -131,11 +151,13 @@ class ResidencyIndex:
 
     def status(self) -> dict[str, SourceStatus]:
         """Return the state of each source."""
+        now = time.monotonic()
         with self._lock:
             return {
                 name: SourceStatus(
                     s.synced, s.sequence, len(s.places), s.gaps_recovered, s.resets, s.unrecoverable, s.last_problem,
-                    s.model_name, s.events,
+                    s.model_name, s.events, max(0.0, now - s.heard_at),
+                    is_silent(s.heartbeat_seconds, now - s.heard_at),
                 )
                 for name, s in self._sources.items()
             }  # fmt: skip
@@ -168,6 +190,8 @@ class ResidencyIndex:
                     description = subscription.description or {}
                     source.model_name = description.get("model_name") or source.model_name
                     source.sequence = subscription.sequence
+                    source.heard_at = subscription.heard_at
+                    source.heartbeat_seconds = subscription.heartbeat_seconds
                     self._changed.notify_all()
 
     def _apply(self, source: _Source, item: Item) -> None:

@@ -10,7 +10,7 @@ import errno
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import zmq
 
@@ -41,7 +41,8 @@ class LaneCounters:
     replay_messages: int = 0
     replay_bytes: int = 0
     lives: int = 0
-    replays_given_up: int = field(default=0)
+    replays_given_up: int = 0
+    replays_refused: int = 0
 
 
 class Lane:

@@ -203,6 +203,7 @@ class FeedPublisher:
             active_replays=self._server.active,
             incomplete_replays=sum(c.incomplete_replays for c in counters),
             replays_given_up=sum(c.replays_given_up for c in counters),
+            replays_refused=sum(c.replays_refused for c in counters),
             replay_messages=sum(c.replay_messages for c in counters),
             replay_bytes=sum(c.replay_bytes for c in counters),
             lives=first.counters.lives,

@@ -8,6 +8,9 @@ answered by a JSON error.
 ROUTER_MANDATORY makes a full pipe an error instead of a silent loss: the message is kept and tried again, so a slow
 reader gets everything, and the end marker too. Each replay sends a bounded share per turn; live publishing goes on in
 another thread and never waits.
+
+Only so many requests may be open: one more is answered at once by the end of its replay, or by a JSON error where a
+snapshot or a description was asked for. A reader that got nothing of its gap asks again or starts over.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ RELAXED_RUN = 1000
 """A relaxed replay leaves out runs of more dead numbers than this."""
 MAX_ACTIVE = 8
 """Replays answered at once; more wait their turn. An answer of one message does not wait for them."""
+MAX_OPEN = 1000
+"""Requests that are answered or wait; one more is refused."""
 SNAPSHOT_EVENTS = 1024
 """Events in one message of a snapshot."""
 _TURN_MESSAGES, _TURN_BYTES = 512, 4 << 20
@@ -136,6 +141,8 @@ class ReplayServer:
         lanes: Whom to answer for.
         describe: Makes the answer to `describe` for a lane.
         on_tick: Called about ten times a second in this thread (subscriber counts).
+        clock: Monotonic seconds.
+        max_open: Requests that may be answered or wait; one more is refused.
     """
 
     def __init__(
@@ -144,11 +151,14 @@ class ReplayServer:
         describe: Callable[[Lane], dict[str, Any]],
         on_tick: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        max_open: int = MAX_OPEN,
     ) -> None:
         self._lanes = {lane.router: lane for lane in lanes if lane.router is not None}
         self._describe = describe
         self._on_tick = on_tick
         self._clock = clock
+        self._max_open = max_open
+        self._refusing = False
         self._active: deque[_Answer] = deque()
         self._waiting: deque[_Answer] = deque()
         self._stop = threading.Event()
@@ -221,13 +231,29 @@ class ReplayServer:
     def _take(self, router: zmq.Socket[bytes]) -> None:
         lane = self._lanes[router]
         with suppress(zmq.Again):
-            while True:
+            for _ in range(self._max_open):  # who asks without end must not keep the others from their answers
                 identity, *frames = router.recv_multipart(zmq.NOBLOCK)
                 request = frames[-1] if frames else b""
+                if self.active >= self._max_open:
+                    self._refuse(lane, router, identity, request)
+                    continue
                 long = len(request) == 8 and request != b"describe"  # a start sequence, or `snapshot`
                 (self._waiting if long else self._active).append(
                     _Answer(lane, identity, self._messages(lane, request), self._clock())
                 )
+        self._refusing = self._refusing and self.active >= self._max_open // 2
+
+    def _refuse(self, lane: Lane, router: zmq.Socket[bytes], identity: bytes, request: bytes) -> None:
+        """Answer a request that finds no room: whoever waits for an end marker gets it."""
+        lane.counters.replays_refused += 1
+        if not self._refusing:
+            self._refusing = True
+            logger.warning("requests to %s are refused: %d are open", lane.replay_endpoint, self.active)
+        answer: tuple[bytes, ...] = (b"", END_SEQUENCE, b"")
+        if request in (b"describe", b"snapshot") or len(request) != 8:
+            answer = (b"error", json.dumps({"error": f"busy: {self.active} requests are open, ask again"}).encode())
+        with suppress(zmq.ZMQError):  # it has gone, or does not read
+            router.send_multipart((identity, b"", *answer), zmq.NOBLOCK)
 
     def _messages(self, lane: Lane, request: bytes) -> Iterator[tuple[bytes, ...]]:
         if request == b"describe":

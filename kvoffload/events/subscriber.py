@@ -5,6 +5,9 @@ carry the number after the one before. On a gap it asks for a replay; when the p
 cannot be closed, it starts over from a snapshot: the consumer gets `SourceReset`, forgets the source, and hears
 everything again.
 
+A publisher that beats (an empty batch after some silence) and is not heard for some beats is asked whether something
+was missed; when it does not answer either, the subscription is *silent*: what it said last may be out of date.
+
 A plain vLLM publisher is read too: without snapshots, from as far back as its replay reaches.
 """
 
@@ -21,7 +24,8 @@ from kvoffload.events.client import NoAnswer, ReplayClient
 from kvoffload.events.settings import allow_ipv6, rank_endpoint, tcp_port
 from kvoffload.events.wire import Event, WireError, decode_batch
 
-_BEATS_BEFORE_DOUBT = 3.0
+BEATS_BEFORE_SILENCE = 3.0
+"""Heartbeats without a word after which a publisher is asked, and silent if it does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,9 @@ class Subscription:
         timeout: Seconds without an answer after which a replay socket counts as silent.
         clock: Monotonic seconds.
 
+    Attributes:
+        heard_at: When the publisher last said something, on the clock; when it was never heard: the start.
+
     Raises:
         ConfigError: An endpoint is none of ZeroMQ's.
     """
@@ -95,7 +102,7 @@ class Subscription:
         self._client = None if replay_endpoint is None else ReplayClient(replay_endpoint, self._context, timeout)
         self._expected: int | None = None
         self._last_live = -1
-        self._heard_at = clock()
+        self.heard_at = self._asked_at = clock()
         self._synced = False
 
     def _connect(self) -> zmq.Socket[bytes]:
@@ -113,6 +120,21 @@ class Subscription:
         """The last number applied; -1 before the first."""
         return -1 if self._expected is None else self._expected - 1
 
+    @property
+    def silent_seconds(self) -> float:
+        """Time since the publisher last said something, live or in answer."""
+        return max(0.0, self._clock() - self.heard_at)
+
+    @property
+    def silent(self) -> bool:
+        """It beats, but was not heard for several beats and does not answer: it may be gone."""
+        return is_silent(self.heartbeat_seconds, self.silent_seconds)
+
+    @property
+    def heartbeat_seconds(self) -> float:
+        """Seconds between the publisher's heartbeats; 0 when it does not beat, or is not known."""
+        return float((self.description or {}).get("heartbeat_seconds") or 0.0)
+
     def poll(self, timeout: float = 0.1) -> Iterator[Item]:
         """Yield what is there within `timeout` seconds; ends when that is over and nothing waits."""
         if not self._synced:
@@ -121,7 +143,7 @@ class Subscription:
         while self._sub.poll(max(int((deadline - self._clock()) * 1000), 0)):
             frames = self._sub.recv_multipart()
             if len(frames) == 3 and len(frames[1]) == 8:
-                self._heard_at = self._clock()
+                self._hear()
                 yield from self._live(int.from_bytes(frames[1], "big"), frames[2])
             if self._clock() >= deadline:
                 break
@@ -155,7 +177,7 @@ class Subscription:
             return  # a replay or snapshot was faster
         if sequence > self._expected:
             yield from self._gap(sequence)
-            if sequence < self._expected:
+            if not self._synced or sequence < self.sequence + 1:
                 return
         self._expected = sequence + 1
         yield from self._decode(payload)
@@ -190,6 +212,9 @@ class Subscription:
                 yield Unrecoverable(f"numbers {expected} to {sequence - 1} are older than the publisher's replay")
             self._expected = max(self.sequence + 1, sequence)
             return
+        if self.sequence + 1 < sequence:  # refused, or broken off: else it reaches our publisher's newest number
+            yield from self._start_over("the replay ended before the gap was closed")
+            return
         yield GapRecovered(sequence - expected)
 
     def _forgotten(self, sequence: int) -> bool:
@@ -199,10 +224,9 @@ class Subscription:
 
     def _doubt(self) -> Iterator[Item]:
         """After some silence of a publisher that beats, ask whether something was missed."""
-        beat = float((self.description or {}).get("heartbeat_seconds") or 0.0)
-        if not beat or self._client is None or self._clock() - self._heard_at < _BEATS_BEFORE_DOUBT * beat:
+        now, last = self._clock(), max(self.heard_at, self._asked_at)
+        if self._client is None or not is_silent(self.heartbeat_seconds, now - last):
             return
-        self._heard_at = self._clock()
         try:
             if self._new_life():
                 yield from self._start_over("the publisher began a new life")
@@ -210,12 +234,18 @@ class Subscription:
                 yield from self._gap(self.description["next_sequence"])
         except NoAnswer:
             return  # it is gone; whatever comes next tells more
+        finally:
+            self._asked_at = self._clock()
+
+    def _hear(self) -> None:
+        self.heard_at = self._clock()
 
     def _new_life(self) -> bool:
         before, client = self.description, self._client
         if before is None or client is None:
             return False
         self.description = client.describe() or before
+        self._hear()
         return bool(before["life_id"] != self.description["life_id"])
 
     def _start_over(self, reason: str) -> Iterator[Item]:
@@ -236,6 +266,7 @@ class Subscription:
                 yield from self._start_from_replay(self._client)
                 return
             head, payloads = self._client.snapshot()
+            self._hear()
         except NoAnswer as error:
             self._expected = None
             self._synced = False
@@ -263,6 +294,11 @@ class Subscription:
             return
         self.decode_errors += batch.skipped
         yield from batch.events
+
+
+def is_silent(heartbeat_seconds: float, silent_seconds: float) -> bool:
+    """Tell whether a publisher that beats was not heard for so long that it may be gone."""
+    return 0 < BEATS_BEFORE_SILENCE * heartbeat_seconds <= silent_seconds
 
 
 def subscribe(

@@ -29,6 +29,32 @@ def test_watch_shows_the_snapshot_and_what_follows_as_json_lines(capsys):
         assert "medium CPU" in text
 
 
+class Fading:
+    """A subscription that is heard, falls silent and is heard again, a poll each."""
+
+    sequence, silent_seconds = 3, 4.26
+
+    def __init__(self, *_args, **_options):
+        self._silent = [False, True, True, False]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_exc):
+        pass
+
+    def poll(self, _timeout):
+        self.silent = self._silent.pop(0) if self._silent else False
+        return iter(())
+
+
+def test_watch_marks_a_source_that_falls_silent_and_is_heard_again(monkeypatch, capsys):
+    monkeypatch.setattr("kvoffload.cli.feed_watch.Subscription", Fading)
+    assert main(["feed", "watch", "--seconds", "0.05", "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [{"event": "silent", "seconds": 4.3}, {"event": "heard again"}]
+
+
 def test_watch_says_what_cannot_be_recovered(capsys):
     with publisher(replay_endpoint=None) as feed:
         assert main(["feed", "watch", feed.endpoints[0], "--replay", "tcp://127.0.0.1:9", "--seconds", "0.1"]) == 0

@@ -10,6 +10,7 @@ import zmq
 from feedkit import BLOCK, chain, names, publisher, removed, stored, wait_for
 
 from kvoffload.events import GapRecovered, ResidencyIndex, SourceReset, Synced, TierMatch, Unrecoverable, subscribe
+from kvoffload.events.subscriber import Subscription
 from kvoffload.events.wire import END_SEQUENCE, BlockRemoved, BlockStored, Codec, pack_stamp, sequence_frame
 
 
@@ -210,6 +211,52 @@ def test_a_gap_older_than_a_vllm_publishers_buffer_is_unrecoverable():
             engine.stored(chain(number, 1), lost=True)
         engine.stored(chain(9, 1))
         assert "older than" in next(i for i in collect(subscription, Unrecoverable) if isinstance(i, Unrecoverable)).why
+
+
+def test_what_is_lost_for_good_is_said_before_what_a_short_replay_still_holds():
+    with VllmPublisher(keep=3) as engine, subscribe(engine.endpoint, engine.replay_endpoint) as subscription:
+        engine.send()
+        collect(subscription, Synced)
+        wait_for(lambda: engine.send() or any(True for _ in subscription.poll(0.05)) or subscription.sequence > 0)
+        expected = subscription.sequence + 1
+        for number in range(5):
+            engine.stored(chain(number, 1), lost=True)
+        engine.stored(chain(9, 1))
+        items = collect(subscription, BlockStored)
+        assert isinstance(items[0], Unrecoverable)
+        assert items[0].why == f"numbers {expected} to {engine.next - 4} are older than the publisher's replay"
+        assert len([item for item in items if isinstance(item, BlockStored)]) == 3
+        assert not any(isinstance(item, GapRecovered) for item in items)
+
+
+def test_a_source_that_died_is_called_silent_and_one_that_only_has_no_news_is_not():
+    with ResidencyIndex() as index:
+        with publisher(heartbeat_seconds=0.05) as feed:
+            index.follow(where(feed), timeout=0.1)
+            assert index.synced(5)
+            first = index.status()["pod"].sequence
+            wait_for(lambda: index.status()["pod"].sequence > first + 5)  # heartbeats alone
+            assert not index.status()["pod"].silent
+            lane = feed.lanes[0]
+            send, lane.send = lane.send, lambda batches: None  # the live way is cut, the answers are not
+            wait_for(lambda: index.status()["pod"].gaps_recovered >= 2)
+            lane.send = send
+        wait_for(lambda: index.status()["pod"].silent)
+        status = index.status()["pod"]
+        assert status.synced
+        assert status.silent_seconds >= 0.15
+
+
+def test_a_publisher_without_heartbeats_is_never_called_silent():
+    now = [0.0]
+    with publisher() as feed, subscribe(feed.endpoints[0], feed.replay_endpoints[0]) as known:
+        list(known.poll(0.1))
+        known._clock = lambda: known.heard_at + 1000.0
+        assert known.silent_seconds == 1000.0
+        assert not known.silent
+    with Subscription("tcp://127.0.0.1:1", None, clock=lambda: now[0]) as unknown:
+        now[0] = 50.0
+        assert (unknown.heard_at, unknown.silent_seconds, unknown.silent) == (0.0, 50.0, False)
 
 
 def test_an_engines_feed_is_merged_into_ours_with_one_sequence():
