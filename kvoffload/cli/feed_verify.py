@@ -83,12 +83,14 @@ def verify(args: argparse.Namespace) -> dict[str, Any]:
         return _result(nothing, nothing, [Finding("port", f"{args.replay} is no publisher of kvoffload")])
     asked, special = probes(payloads, args.samples)
     workers, found, expected, problems = None, dict(nothing), dict(nothing), []
+    instance = args.instance
     if args.indexer:
         indexer = DynamoIndexer(args.indexer)
         expected = {"gpu": sum(p.gpu for p in asked), "cpu": sum(p.cpu for p in asked)}
         try:
             workers = indexer.workers()
             body = registration(description, instance=_instance(args, description, workers), model=args.model)
+            instance = body["instance_id"]
             found = _ask_until(indexer, asked, body, expected, args.wait)
         except IndexerError as error:
             problems = [Finding("indexer", str(error))]
@@ -108,6 +110,8 @@ def verify(args: argparse.Namespace) -> dict[str, Any]:
         workers=workers,
         model=args.model,
         missing=missing,
+        instance=instance,
+        host=host_of(args.replay) or None,
     )
     return {**_result(found, expected, problems + findings), "prefixes": len(asked), "not_asked": special}
 

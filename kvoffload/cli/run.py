@@ -130,7 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--feed-replay",
         type=endpoint,
         metavar="ENDPOINT",
-        help="answer replays there (default: the port after the feed's)",
+        help="answer replays there (default: the port after the feed's; for ipc://PATH, ipc://PATH_replay)",
     )
     add("--for", "--consumer", dest="consumer", choices=sorted(PRESETS), help="whom the feed must suit (default vllm)")
     add("--forever", action="store_true", help="begin anew at the end, until SIGTERM or Ctrl-C")
@@ -204,13 +204,13 @@ def _given(args: argparse.Namespace) -> list[str]:
 
 
 def _events(feed: str | None, replay: str | None, consumer: str | None) -> EventsConfig | None:
-    """Return the feed's configuration: replays are answered at the port after the feed's, unless told otherwise."""
+    """Return the feed's configuration: replays are answered beside the feed, unless told otherwise."""
     if feed is None:
         return None
-    if replay is None:
+    if replay is None and not feed.startswith("tcp://"):
+        replay = f"{feed}_replay"
+    elif replay is None:
         host, _, port = feed.rpartition(":")
-        if not feed.startswith("tcp://"):
-            raise ConfigError(f"--feed {feed} has no port after which replays could be answered: give --feed-replay")
         if int(port) == 0xFFFF:
             raise ConfigError(f"--feed {feed} leaves no port above it for replays: give --feed-replay, or a lower port")
         replay = f"{host}:{int(port) + 1 if int(port) else 0}"

@@ -10,7 +10,9 @@ import errno
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import zmq
 
@@ -77,20 +79,29 @@ class Lane:
         self.residency = Residency(self.journal, settings.media)
         self.pub = context.socket(zmq.PUB)
         self.router: zmq.Socket[bytes] | None = None
+        self._files: list[tuple[Path, int]] = []
         try:
             self.pub.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
             self.pub.setsockopt(zmq.LINGER, 1000)
-            self.endpoint = attach(self.pub, settings.endpoint, bind=settings.bind)
+            self.endpoint = self._attach(self.pub, settings.endpoint, bind=settings.bind)
             self.replay_endpoint: str | None = None
             if settings.replay_endpoint is not None:
                 self.router = context.socket(zmq.ROUTER)
                 self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 self.router.setsockopt(zmq.SNDHWM, REPLAY_HIGH_WATER_MARK)
                 self.router.setsockopt(zmq.LINGER, 0)
-                self.replay_endpoint = attach(self.router, settings.replay_endpoint, bind=True)
+                self.replay_endpoint = self._attach(self.router, settings.replay_endpoint, bind=True)
         except BaseException:
             self.close()
             raise
+
+    def _attach(self, sock: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
+        """Bind or connect a socket; remember the file that it makes, which ZeroMQ leaves behind."""
+        found = attach(sock, endpoint, bind=bind)
+        path = Path(found.removeprefix("ipc://"))
+        if bind and found.startswith("ipc://") and path.exists():
+            self._files.append((path, path.stat().st_ino))
+        return found
 
     def _journal(self, first: int) -> Journal:
         settings = self.settings
@@ -136,10 +147,15 @@ class Lane:
             counters.sent_bytes += len(batch.payload)
 
     def close(self) -> None:
-        """Close the sockets."""
+        """Close the sockets, and remove their files, unless another process has bound there since."""
         self.pub.close()
         if self.router is not None:
             self.router.close()
+        for path, number in self._files:
+            with suppress(OSError):
+                if path.stat().st_ino == number:
+                    path.unlink()
+        self._files.clear()
 
 
 def attach(sock: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:

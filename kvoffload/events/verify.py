@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvoffload.events.settings import PRESETS, is_loopback, tcp_port
+from kvoffload.events.settings import PRESETS, is_loopback, reachable, tcp_port
 from kvoffload.events.snippets import host_of
 from kvoffload.events.wire import BlockRemoved, BlockStored, Hash, decode_batch
 
@@ -82,6 +82,8 @@ def diagnose(
     workers: Sequence[Mapping[str, Any]] | None = None,
     model: str | None = None,
     missing: bool = False,
+    instance: int | None = None,
+    host: str | None = None,
 ) -> list[Finding]:
     """Return the likely reasons why a consumer does not find what is resident.
 
@@ -92,10 +94,13 @@ def diagnose(
         workers: Registrations with Dynamo's indexer, if it was asked.
         model: The model that requests name; default: the publisher's.
         missing: The consumer found less than is resident.
+        instance: Number under which this publisher is, or would be, registered.
+        host: Host at which the publisher was reached. Both tell registrations with the same port apart.
     """
     findings = list(_feed_findings(description, consumer, indexer_url))
     if workers is not None:
-        findings += _registration_findings(description, workers, model or description["model_name"] or "model")
+        named = model or description["model_name"] or "model"
+        findings += _registration_findings(description, workers, named, instance, host)
     if not missing or findings:
         return findings
     if consumer == "dynamo" and description["sequence_start"] == "zero":
@@ -106,10 +111,14 @@ def diagnose(
                 "'dynamo' (epoch), or `kvoffload feed register`",
             )
         ]
+    clock = ""
+    if description["sequence_start"] == "epoch":
+        clock = " Or was the clock set back since the last life? Then `kvoffload feed register`"
     return [
         Finding(
             "port",
-            f"the registration fits, but blocks are missing: is its replay endpoint {description['replay_endpoint']}?",
+            f"the registration fits, but blocks are missing: is its replay endpoint {description['replay_endpoint']}?"
+            f"{clock}",
         )
     ]
 
@@ -158,12 +167,23 @@ def _feed_findings(description: Mapping[str, Any], consumer: str, indexer_url: s
 
 
 def _registration_findings(
-    description: Mapping[str, Any], workers: Sequence[Mapping[str, Any]], model: str
+    description: Mapping[str, Any],
+    workers: Sequence[Mapping[str, Any]],
+    model: str,
+    instance: int | None,
+    host: str | None,
 ) -> list[Finding]:
     port = tcp_port(description["endpoint"])
-    ours = [w for w in workers if any(tcp_port(e) == port for e in (w.get("endpoints") or {}).values())]
+    ours = [w for w in workers if any(tcp_port(e) == port for e in _endpoints(w))]
+    if len({w.get("instance_id") for w in ours}) > 1 and (instance is not None or host is not None):
+        endpoint = description["endpoint"] if host is None else reachable(description["endpoint"], host)
+        same_port = ours
+        ours = [w for w in same_port if w.get("instance_id") == instance or endpoint in _endpoints(w)]
+        if not ours:
+            where = ", ".join(sorted({e for w in same_port for e in _endpoints(w) if tcp_port(e) == port}))
+            return [Finding("port", f"the feed is at {endpoint}, registered with its port are other hosts: {where}")]
     if not ours:
-        others = [str(e) for w in workers if w.get("model_name") == model for e in (w.get("endpoints") or {}).values()]
+        others = [e for w in workers if w.get("model_name") == model for e in _endpoints(w)]
         if not others:
             remedy = "`kvoffload feed register`, or paste what `kvoffload feed snippet --for dynamo` prints"
             return [Finding("registration", f"nothing is registered for the model {model!r}: {remedy}")]
@@ -178,3 +198,8 @@ def _registration_findings(
             Finding("block size", f"the feed's blocks have {description['block_size']} tokens, registered {registered}")
         ]
     return []
+
+
+def _endpoints(worker: Mapping[str, Any]) -> list[str]:
+    """Return the endpoints of a registration, one for each slot."""
+    return [str(endpoint) for endpoint in (worker.get("endpoints") or {}).values()]

@@ -60,7 +60,6 @@ MISTAKES = [
     ("run --feed abc", "--feed", "'abc'", ENDPOINT),
     ("run --feed tcp://h:70000", "--feed", "'tcp://h:70000'", "0 to 65535", "use tcp://host:port"),
     ("run --feed tcp://127.0.0.1:65535", "--feed", "65535 leaves no port above", "give --feed-replay, or a lower port"),
-    ("run --feed ipc:///tmp/x", "--feed", "ipc:///tmp/x has no port", "give --feed-replay"),
     ("run --feed-replay tcp://x:1", "--feed-replay", "tcp://x:1", "needs --feed ENDPOINT"),
     ("run --for dynamo", "--for dynamo", "needs --feed ENDPOINT"),
     ("run --feed tcp://a:1 --feed-replay tcp://a:1", "--feed and --feed-replay", "tcp://a:1", "of their own"),

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvoffload.cli.main import main
+from kvoffload.events.publisher import FeedPublisher
 
 ROOT = Path(__file__).parents[3]
 SHM = Path("/dev/shm")
@@ -280,6 +281,21 @@ def test_a_run_publishes_the_feed_when_asked_for(tmp_path):
     lines = dict(line.rsplit(" ", 1) for line in dump.read_text().splitlines() if not line.startswith("#"))
     labels = '{engine="0",model_name="simulated"}'
     assert float(lines[f"kvoffload_feed_enabled{labels}"]) == 1
+
+
+def test_a_feed_on_a_local_path_answers_replays_beside_it_and_leaves_no_file(tmp_path, monkeypatch):
+    seen = []
+    start = FeedPublisher.start
+
+    def started(feed):
+        start(feed)
+        seen.extend([*feed.endpoints, *feed.replay_endpoints])
+        seen.append(sorted(path.name for path in tmp_path.iterdir()))
+
+    monkeypatch.setattr(FeedPublisher, "start", started)
+    assert main(["run", "--requests", "20", "--json", "--feed", f"ipc://{tmp_path}/feed"]) == 0
+    assert seen == [f"ipc://{tmp_path}/feed", f"ipc://{tmp_path}/feed_replay", ["feed", "feed_replay"]]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("wrong", ["5557", "tcp://host", "tcp://host:x"])

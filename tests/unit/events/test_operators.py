@@ -173,12 +173,51 @@ def test_a_cache_of_salted_chains_alone_is_a_finding_and_not_ok():
     assert (result["ok"], result["prefixes"]) == (False, 0)
 
 
+DESCRIBED = {
+    "endpoint": "tcp://0.0.0.0:5557", "model_name": "m", "block_size": 16, "encoding": "map", "topic": "",
+    "hash_mode": "uint64", "contiguity": "relaxed", "withheld": {},
+}  # fmt: skip
+
+
 def test_an_unregistered_feed_is_told_apart_from_a_wrong_port():
-    description = {"endpoint": "tcp://h:5557", "model_name": "m", "block_size": 16}
-    description |= {"encoding": "map", "topic": "", "hash_mode": "uint64", "contiguity": "relaxed", "withheld": {}}
-    assert [f.name for f in diagnose(description, consumer="dynamo", workers=[])] == ["registration"]
+    assert [f.name for f in diagnose(DESCRIBED, consumer="dynamo", workers=[])] == ["registration"]
     elsewhere = [{"instance_id": 1, "model_name": "m", "endpoints": {"0": "tcp://h:9999"}}]
-    assert [f.name for f in diagnose(description, consumer="dynamo", workers=elsewhere)] == ["port"]
+    assert [f.name for f in diagnose(DESCRIBED, consumer="dynamo", workers=elsewhere)] == ["port"]
+
+
+@pytest.mark.parametrize(
+    ("known", "found"),
+    [
+        ({"instance": 2, "host": "10.0.0.9"}, []),
+        ({"host": "10.0.0.2"}, []),
+        ({"instance": 1, "host": "10.0.0.9"}, ["block size"]),
+        ({"host": "10.0.0.9"}, ["port"]),
+        ({}, ["block size"]),
+    ],
+)
+def test_registrations_of_several_hosts_with_one_port_are_told_apart(known, found):
+    workers = [
+        {"instance_id": 1, "model_name": "m", "block_size": 64, "endpoints": {"0": "tcp://10.0.0.1:5557"}},
+        {"instance_id": 2, "model_name": "m", "block_size": 16, "endpoints": {"0": "tcp://10.0.0.2:5557"}},
+    ]
+    findings = diagnose(DESCRIBED, consumer="dynamo", workers=workers, **known)
+    assert [finding.name for finding in findings] == found
+    if found == ["port"]:
+        assert "tcp://10.0.0.9:5557" in findings[0].text
+        assert "tcp://10.0.0.1:5557, tcp://10.0.0.2:5557" in findings[0].text
+
+
+def test_a_single_registration_is_taken_by_its_port_since_hosts_have_many_names():
+    workers = [{"instance_id": 1, "model_name": "m", "block_size": 16, "endpoints": {"0": "tcp://pod-7.local:5557"}}]
+    assert diagnose(DESCRIBED, consumer="dynamo", workers=workers, instance=9, host="10.0.0.7") == []
+
+
+def test_a_clock_that_went_back_is_named_where_numbers_begin_at_it():
+    workers = [{"instance_id": 1, "model_name": "m", "block_size": 16, "endpoints": {"0": "tcp://h:5557"}}]
+    for start, named in (("epoch", True), ("zero", False)):
+        described = DESCRIBED | {"sequence_start": start, "replay_endpoint": "tcp://h:5558"}
+        (finding,) = diagnose(described, consumer="vllm", workers=workers, missing=True)
+        assert ("clock set back" in finding.text) is named
 
 
 def test_the_guide_names_every_reason_that_verify_gives():

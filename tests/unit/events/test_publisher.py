@@ -344,6 +344,15 @@ def test_publish_after_close_does_nothing():
     assert feed.close()
 
 
+def test_the_file_of_a_local_socket_goes_with_it_unless_another_process_bound_there_since(tmp_path):
+    mine, taken = tmp_path / "mine", tmp_path / "taken"
+    with publisher(endpoint=f"ipc://{mine}", replay_endpoint=f"ipc://{taken}"):
+        taken.unlink()
+        taken.write_text("the next life's")
+        assert mine.exists()
+    assert sorted(tmp_path.iterdir()) == [taken]
+
+
 def test_a_taken_port_is_named_with_the_next_free_pair():
     with publisher() as feed, pytest.raises(ConfigError, match=r"port \d+ is taken, \d+ and \d+ are free"):
         FeedPublisher(EventsConfig(endpoint=feed.endpoints[0], replay_endpoint=None))
