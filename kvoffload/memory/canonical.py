@@ -142,6 +142,8 @@ class CanonicalKVCaches:
             LayoutError: The layout is ambiguous, not dense, on mixed devices, or of unequal block counts; the message
                 names layer, shape, stride and the right call.
         """
+        if not isinstance(layers, Mapping):
+            raise LayoutError(f'layers must be tensors by name, such as {{"layer.0": tensor}}; got {type(layers)!r}')
         if not layers:
             raise LayoutError("from_layers needs at least one layer")
         if block_dim not in {None, 0, 1}:

@@ -156,6 +156,8 @@ def test_groups_must_name_each_layer_once():
     layers = {"a": np.zeros((4, 8)), "b": np.zeros((4, 8))}
     with pytest.raises(LayoutError, match=r"unknown \['c'\], missing \['b'\], named twice \['a'\], empty groups \[1\]"):
         CanonicalKVCaches.from_layers(layers, groups=[["a", "a", "c"], []])
+    with pytest.raises(LayoutError, match="layers must be tensors by name"):
+        CanonicalKVCaches.from_layers(np.zeros((4, 8)))
     with pytest.raises(LayoutError, match="at least one layer"):
         CanonicalKVCaches.from_layers({})
 
