@@ -9,6 +9,9 @@ churned until it must be rebuilt, is copied inside one insertion; with a million
 milliseconds, with a shard less than one.
 
 A key is in `shards` once its block can be read, and in the small dict `writing` until then.
+
+A request looks its keys up, touches them, then loads them: `match` remembers the blocks that it found last, and
+`recall` gives them to the next calls with the same keys. A block that can be read keeps its key until `withdraw`.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from kvoffload.errors import NoSpaceError
 from kvoffload.keys import OffloadKey
 
 Ids = npt.NDArray[np.int64]
+NO_IDS: Ids = np.empty(0, np.int64)
 SHARD_KEYS = 16_384
 MAX_SHARD_BITS = 16
 
@@ -65,14 +69,15 @@ class BlockTable:
     """
 
     __slots__ = (
-        "cells", "getters", "keys", "num_blocks", "num_parked", "parked", "part", "refs", "shards", "shift", "stamp",
-        "used", "writing",
+        "_recent", "_recent_ids", "cells", "getters", "keys", "num_blocks", "num_parked", "parked", "part", "refs",
+        "shards", "shift", "stamp", "used", "writing",
     )  # fmt: skip
 
     def __init__(self, num_blocks: int) -> None:
         self.shards, self.shift = make_shards(num_blocks)
         self.getters = tuple(shard.get for shard in self.shards)
         self.writing: dict[OffloadKey, int] = {}
+        self.forget_recent()
         self.num_blocks = num_blocks
         self.num_parked = 0
         try:
@@ -96,6 +101,39 @@ class BlockTable:
         self.num_blocks = num_blocks
 
     # ---- index
+
+    def match(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many of `keys`, from the front, can be read; `recall` knows their blocks then."""
+        getters, shift = self.getters, self.shift
+        blocks: list[int] = []
+        if len(getters) == 1:
+            blocks = list(iter(map(getters[0], keys).__next__, None))
+        else:
+            for key in keys:
+                block = getters[hash(key) >> shift](key)
+                if block is None:
+                    break
+                blocks.append(block)
+        self._recent, self._recent_ids = list(keys[: len(blocks)]), blocks
+        return len(blocks)
+
+    def recall(self, keys: list[OffloadKey]) -> Ids:
+        """Return the blocks of as many of `keys`, from the front, as the last `match` found, each once; maybe of none."""
+        recent = self._recent
+        size = min(len(recent), len(keys))
+        if (recent if len(recent) == size else recent[:size]) != (keys if len(keys) == size else keys[:size]):
+            return NO_IDS
+        if not isinstance(self._recent_ids, np.ndarray):
+            if len(set(self._recent_ids)) != len(recent):
+                self.forget_recent()
+                return NO_IDS
+            self._recent_ids = np.array(self._recent_ids, np.int64)
+        return self._recent_ids[:size]
+
+    def forget_recent(self) -> None:
+        """Forget what `match` found last: some of it may not be readable any more."""
+        self._recent: list[OffloadKey] = []
+        self._recent_ids: list[int] | Ids = NO_IDS
 
     def find(self, keys: Iterable[OffloadKey]) -> list[Any]:
         """Return the block of each key that can be read, None for the others."""
@@ -131,6 +169,7 @@ class BlockTable:
 
     def withdraw(self, keys: Iterable[OffloadKey]) -> None:
         """Take readable blocks out of the index."""
+        self.forget_recent()
         shards, shift = self.shards, self.shift
         if len(shards) == 1:
             shard = shards[0]
@@ -142,6 +181,7 @@ class BlockTable:
 
     def clear(self) -> None:
         """Forget all keys."""
+        self.forget_recent()
         for shard in self.shards:
             shard.clear()
         self.writing.clear()

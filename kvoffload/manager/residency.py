@@ -115,17 +115,11 @@ class Residency(OffloadingManager):
 
     def match(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> Match:  # noqa: ARG002
         table = self._table
-        shards, shift = table.shards, table.shift
-        ready = 0
-        for key in keys:
-            if key not in shards[hash(key) >> shift]:
-                break
-            ready += 1
-        else:
-            return _MATCHES[ready] if ready < len(_MATCHES) else Match(ready, 0)
+        ready = table.match(keys)
         writing = table.writing
-        if not writing or keys[ready] not in writing:
+        if ready == len(keys) or not writing or keys[ready] not in writing:
             return _MATCHES[ready] if ready < len(_MATCHES) else Match(ready, 0)
+        shards, shift = table.shards, table.shift
         held = ready + 1
         for key in keys[held:]:
             if key not in shards[hash(key) >> shift] and key not in writing:

@@ -12,13 +12,11 @@ import numpy as np
 from kvoffload.errors import UsageError
 from kvoffload.keys import OffloadKey
 from kvoffload.manager.base import PrepareStoreOutput, ReqContext
-from kvoffload.manager.block_table import Ids
+from kvoffload.manager.block_table import NO_IDS, Ids
 from kvoffload.manager.policies.base import WRITING
 from kvoffload.manager.reservations import Owners
 from kvoffload.manager.residency import Residency
 from kvoffload.manager.specs import CPULoadStoreSpec
-
-_NO_IDS = np.empty(0, np.int64)
 
 
 class Transfers(Residency):
@@ -29,21 +27,21 @@ class Transfers(Residency):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:  # noqa: ARG002
         table = self._table
         names = list(keys)
-        found = table.find(names)
-        if None in found:
-            key = names[found.index(None)]
-            what = "still written" if key in table.writing else "not held"
-            raise UsageError(f"cannot load key {key.hex()}: it is {what}; look it up first")
-        if len(found) > 1 and len(set(found)) != len(found):
+        ids = table.recall(names)
+        if len(ids) < len(names):
             names = list(dict.fromkeys(names))
             found = table.find(names)
-        ids = np.array(found, np.int64)
-        if not found:
+            if None in found:
+                key = names[found.index(None)]
+                what = "still written" if key in table.writing else "not held"
+                raise UsageError(f"cannot load key {key.hex()}: it is {what}; look it up first")
+            ids = np.array(found, np.int64)
+        if not names:
             return CPULoadStoreSpec.of_blocks(ids)
         refs = table.refs[ids]
         table.refs[ids] = refs + 1
         table.used[ids] = True
-        self._stats.pinned += len(found) - int(np.count_nonzero(refs))
+        self._stats.pinned += len(ids) - int(np.count_nonzero(refs))
         ticket = self._reservations.open(names, ids, is_store=False)
         self._order.pinned(names, ids)
         return CPULoadStoreSpec.of_blocks(ids.copy(), ticket)
@@ -125,8 +123,8 @@ class Transfers(Residency):
         count = len(wanted)
         if not count:
             stats.filtered += len(filtered)
-            return PrepareStoreOutput([], CPULoadStoreSpec.of_blocks(_NO_IDS), [], filtered_keys=filtered)
-        victims = _NO_IDS
+            return PrepareStoreOutput([], CPULoadStoreSpec.of_blocks(NO_IDS), [], filtered_keys=filtered)
+        victims = NO_IDS
         evicted: list[OffloadKey] = []
         shortage = count - self._pool.num_free
         if shortage > 0:
@@ -169,7 +167,7 @@ class Transfers(Residency):
 
     def _evict(self, offered: Sequence[OffloadKey], resident: Sequence[int], count: int) -> Ids | None:
         """Let the policy drop `count` blocks, if so many can go at all."""
-        idle = _NO_IDS
+        idle = NO_IDS
         if resident:
             idle = np.array(resident, np.int64)
             idle = idle[self._table.refs[idle] == 0]

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from kvoffload.keys import OffloadKey
-from kvoffload.manager.block_table import BlockTable, Ids
+from kvoffload.manager.block_table import NO_IDS, BlockTable, Ids
 from kvoffload.manager.policies.ghosts import GhostLists
 from kvoffload.manager.policies.indexed import IndexedPolicy, PartView
 from kvoffload.manager.policies.recency import Clock, RecencyLog
 
 _T1, _T2 = 1, 2
-_NO_IDS = np.empty(0, np.int64)
 
 
 class ARCCachePolicy(IndexedPolicy):
@@ -55,17 +54,18 @@ class ARCCachePolicy(IndexedPolicy):
         self._use(list(keys), frequent=False)
 
     def _use(self, keys: list[OffloadKey], *, frequent: bool) -> None:
-        keys.reverse()
-        found = self.table.find_held(keys)
-        if None in found:
-            if frequent:
-                self._learn([key for key, block in zip(keys, found, strict=True) if block is None])
-            found = [block for block in found if block is not None]
-        if not found:
+        ids = self.table.recall(keys)
+        if len(ids) < len(keys):
+            rest = keys[len(ids) :]
+            found = self.table.find_held(rest)
+            if frequent and None in found:
+                self._learn([key for key, block in zip(rest[::-1], found[::-1], strict=True) if block is None])
+            blocks = dict.fromkeys(ids.tolist() + [block for block in found if block is not None])
+            if len(blocks) > len(ids):
+                ids = np.array(list(blocks), np.int64)
+        if not len(ids):
             return
-        if len(found) > 1 and len(set(found)) != len(found):
-            found = list(dict.fromkeys(reversed(found)))[::-1]
-        ids = np.array(found, np.int64)
+        ids = ids[::-1]
         table, (first, second) = self.table, self._lists
         in_t1 = table.part[ids] == _T1
         stays = in_t1 & (table.refs[ids] < 0) if frequent else in_t1
@@ -104,7 +104,7 @@ class ARCCachePolicy(IndexedPolicy):
     def evict_blocks(self, count: int) -> Ids:
         first = self._lists[0]
         above = first.size - int(self.target_t1_size) + 1
-        ids = self._take(0, min(count, above)) if above > 0 else _NO_IDS
+        ids = self._take(0, min(count, above)) if above > 0 else NO_IDS
         if len(ids) < count:
             ids = np.concatenate((ids, self._take(1, count - len(ids))))
         if len(ids) < count:

@@ -27,12 +27,13 @@ class LRUCachePolicy(IndexedPolicy):
 
     def touch(self, keys: Iterable[OffloadKey]) -> None:
         keys = list(keys)
-        found = self.table.find_held(keys)
-        if None in found:
-            found = [block for block in found if block is not None]
-        if found:
-            found.reverse()
-            self._log.append(np.array(found, np.int64))
+        ids = self.table.recall(keys)
+        if len(ids) < len(keys):
+            found = self.table.find_held(keys[len(ids) :])
+            others = np.array([block for block in found if block is not None], np.int64)
+            ids = np.concatenate((ids, others)) if len(ids) else others
+        if len(ids):
+            self._log.append(ids[::-1])
 
     def insert_blocks(self, keys: Sequence[OffloadKey], ids: Ids) -> None:  # noqa: ARG002
         self._log.size += len(ids)
