@@ -121,9 +121,9 @@ def measure_calls(
 ) -> dict[str, object]:
     """Return nanoseconds per block of each call, per batch size and manager.
 
-    Batches are random and cold when they are looked up, one after the other, as the floor is measured; others are looked
-    up, touched and loaded in turn, as a request does, which times the latter two. A store of new keys evicts as many;
-    the keys themselves are warm, as just computed.
+    Batches are random and cold when they are looked up, one after the other, as the floor is measured; others are
+    looked up, touched and loaded in turn, as a request does, which times the latter two. A store of new keys evicts as
+    many; the keys themselves are warm, as just computed.
     """
     peers = [make(blocks) for make in makers.values()]
     held, fresh = keys[:blocks], keys[blocks:]

@@ -163,7 +163,7 @@ class RequestwiseARC(ARCCachePolicy):
         reused, refused = req_context.uses.classes()
         if refused:
             keys = [key for key in keys if key not in refused]
-        blocks = self.table.find_held(keys)
+        blocks = self.table.find(keys)
         if None in blocks:
             keys = [key for key, block in zip(keys, blocks, strict=True) if block is not None]
             blocks = [block for block in blocks if block is not None]

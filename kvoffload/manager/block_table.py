@@ -8,10 +8,10 @@ The index is cut into shards by the key's hash, none larger than about 16,000 ke
 churned until it must be rebuilt, is copied inside one insertion; with a million keys in one dict that takes tens of
 milliseconds, with a shard less than one.
 
-A key is in `shards` once its block can be read, and in the small dict `writing` until then.
+A key is in the index from the moment its block is reserved for it; whether the block can be read says `refs`.
 
-A request looks its keys up, touches them, then loads them: `match` remembers the blocks that it found last, and
-`recall` gives them to the next calls with the same keys. A block that can be read keeps its key until `withdraw`.
+A request looks its keys up, touches them, then loads them: `match` remembers the readable blocks that it found last,
+and `recall` gives them to the next calls with the same keys. A block that can be read keeps its key until `withdraw`.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ class BlockTable:
 
     Attributes:
         num_blocks: Rows.
-        shards: Keys of readable blocks to their block.
+        shards: Keys to their block.
         shift: Of the shards, see `make_shards`.
-        writing: Keys of blocks that are being written to their block.
         keys: Column: the key of a held block.
         refs: Column: -1 while it is written, else the number of loads that hold it.
         used: Column: whether it was loaded since it was stored.
@@ -69,15 +68,16 @@ class BlockTable:
     """
 
     __slots__ = (
-        "_recent", "_recent_ids", "cells", "getters", "keys", "num_blocks", "num_parked", "parked", "part", "refs",
-        "shards", "shift", "stamp", "used", "writing",
+        "_recent", "_recent_ids", "_recent_once", "cells", "getters", "keys", "num_blocks", "num_parked", "parked",
+        "part", "refs", "shards", "shift", "stamp", "used",
     )  # fmt: skip
 
     def __init__(self, num_blocks: int) -> None:
         self.shards, self.shift = make_shards(num_blocks)
         self.getters = tuple(shard.get for shard in self.shards)
-        self.writing: dict[OffloadKey, int] = {}
-        self.forget_recent()
+        self._recent: list[OffloadKey] = []
+        self._recent_ids: list[int] | Ids = NO_IDS
+        self._recent_once = True
         self.num_blocks = num_blocks
         self.num_parked = 0
         try:
@@ -102,8 +102,13 @@ class BlockTable:
 
     # ---- index
 
-    def match(self, keys: Sequence[OffloadKey]) -> int:
-        """Return how many of `keys`, from the front, can be read; `recall` knows their blocks then."""
+    def match(self, keys: Sequence[OffloadKey], *, writing: bool) -> tuple[int, int]:
+        """Return how many of `keys`, from the front, can be read, and how many are held; `recall` knows the former.
+
+        Args:
+            keys: In prefix order.
+            writing: Whether any block is being written; if not, all that is held can be read.
+        """
         getters, shift = self.getters, self.shift
         blocks: list[int] = []
         if len(getters) == 1:
@@ -114,61 +119,61 @@ class BlockTable:
                 if block is None:
                     break
                 blocks.append(block)
-        self._recent, self._recent_ids = list(keys[: len(blocks)]), blocks
-        return len(blocks)
+        held = ready = len(blocks)
+        ids: list[int] | Ids = blocks
+        if writing and held:
+            ids = np.array(blocks, np.int64)
+            written = self.refs[ids] < 0
+            first = int(written.argmax())
+            if written[first]:
+                ready = first
+                ids = ids[:ready]
+        self._recent, self._recent_ids, self._recent_once = list(keys[:ready]), ids, False
+        return ready, held
 
     def recall(self, keys: list[OffloadKey]) -> Ids:
-        """Return the blocks of as many of `keys`, from the front, as the last `match` found, each once; maybe of none."""
+        """Return the blocks, each once, of as many of `keys`, from the front, as the last `match` could read."""
         recent = self._recent
         size = min(len(recent), len(keys))
         if (recent if len(recent) == size else recent[:size]) != (keys if len(keys) == size else keys[:size]):
             return NO_IDS
-        if not isinstance(self._recent_ids, np.ndarray):
-            if len(set(self._recent_ids)) != len(recent):
+        if not self._recent_once:
+            if len(set(recent)) != len(recent):
                 self.forget_recent()
                 return NO_IDS
-            self._recent_ids = np.array(self._recent_ids, np.int64)
-        return self._recent_ids[:size]
+            self._recent_once = True
+            self._recent_ids = np.asarray(self._recent_ids, np.int64)
+        return self._recent_ids[:size]  # type: ignore[return-value] # an array by now
 
     def forget_recent(self) -> None:
         """Forget what `match` found last: some of it may not be readable any more."""
-        self._recent: list[OffloadKey] = []
-        self._recent_ids: list[int] | Ids = NO_IDS
+        self._recent = []
+        self._recent_ids = NO_IDS
+        self._recent_once = True
 
     def find(self, keys: Iterable[OffloadKey]) -> list[Any]:
-        """Return the block of each key that can be read, None for the others."""
+        """Return the block of each key, readable or being written, None for the others."""
         getters = self.getters
         if len(getters) == 1:
             return list(map(getters[0], keys))
         shift = self.shift
         return [getters[hash(key) >> shift](key) for key in keys]
 
-    def find_held(self, keys: Sequence[OffloadKey]) -> list[Any]:
-        """Return the block of each key, readable or being written, None for the others."""
-        found = self.find(keys)
-        if self.writing and None in found:
-            writing = self.writing.get
-            return [writing(key) if block is None else block for key, block in zip(keys, found, strict=True)]
-        return found
-
     def get(self, key: OffloadKey) -> int | None:
         """Return the block of one key, readable or being written."""
-        block = self.shards[hash(key) >> self.shift].get(key)
-        return self.writing.get(key) if block is None else block
+        return self.shards[hash(key) >> self.shift].get(key)
 
-    def publish(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> None:
-        """Index readable blocks."""
+    def enter(self, keys: Sequence[OffloadKey], blocks: Sequence[int]) -> None:
+        """Put keys into the index."""
         shards, shift = self.shards, self.shift
         if len(shards) == 1:
-            shard = shards[0]
-            for key, block in zip(keys, blocks, strict=True):
-                shard[key] = block
+            shards[0].update(zip(keys, blocks, strict=True))
             return
         for key, block in zip(keys, blocks, strict=True):
             shards[hash(key) >> shift][key] = block
 
     def withdraw(self, keys: Iterable[OffloadKey]) -> None:
-        """Take readable blocks out of the index."""
+        """Take keys out of the index."""
         self.forget_recent()
         shards, shift = self.shards, self.shift
         if len(shards) == 1:
@@ -184,7 +189,6 @@ class BlockTable:
         self.forget_recent()
         for shard in self.shards:
             shard.clear()
-        self.writing.clear()
         self.stamp.fill(ABSENT)
         self.parked.fill(False)
         self.num_parked = 0

@@ -66,9 +66,10 @@ class CPUOffloadingManager(Transfers):
     def discard(self, keys: Collection[OffloadKey]) -> int:
         table, stats = self._table, self._stats
         names = list(dict.fromkeys(keys))
-        blocks = dict(zip(names, table.find_held(names), strict=True))
-        written = {key: block for key, block in blocks.items() if key in table.writing}
-        ready = {key: block for key, block in blocks.items() if block is not None and key not in written}
+        refs = table.cells[1]
+        held = {key: block for key, block in zip(names, table.find(names), strict=True) if block is not None}
+        written = {key: block for key, block in held.items() if refs[block] < 0}
+        ready = {key: block for key, block in held.items() if refs[block] >= 0}
         for part in (written, ready):
             if part:
                 self._order.drop(list(part), np.array(list(part.values()), np.int64))
@@ -86,12 +87,14 @@ class CPUOffloadingManager(Transfers):
 
     def reset_cache(self) -> int:
         table, stats = self._table, self._stats
-        written = dict(table.writing)
-        ids = self._pool.taken_except((*written.values(), *self._detached))
+        held = self._pool.taken_except(tuple(self._detached))
+        is_written = table.refs[held] < 0
+        ids, written = held[~is_written], held[is_written].tolist()
         ready: list[OffloadKey] = table.keys[ids].tolist()
-        self._order.drop_all([*ready, *written] if written else ready)
+        self._order.drop_all([*ready, *table.keys[written].tolist()] if written else ready)
         self._let_go(ids)
-        self._detached.update(written.values())
+        table.keys[written] = None
+        self._detached.update(written)
         stats.reset_while_ready += len(ready)
         stats.reset_while_writing += len(written)
         stats.writing = 0

@@ -86,12 +86,12 @@ class Residency(OffloadingManager):
         stats = self._stats
         if req_context.req_id is None:
             missed = len(looked) - held
-            pending = self._count_pending(keys[match.ready : held])
+            pending = self._count_pending(keys[match.ready : held]) if match.pending else 0
         else:
             end = keys[held] if held < len(keys) else None
             looked = self._book.book(req_context.req_id, looked)
             missed = 1 if end is not None and looked and looked[-1] == end else 0
-            pending = self._count_pending(looked)
+            pending = self._count_pending(looked) if match.pending else 0
         stats.lookups += len(looked)
         stats.misses += missed
         stats.pending += pending
@@ -99,37 +99,31 @@ class Residency(OffloadingManager):
         return match
 
     def _count_pending(self, keys: Sequence[OffloadKey]) -> int:
-        writing = self._table.writing
-        return sum(key in writing for key in keys) if writing else 0
+        refs = self._table.cells[1]
+        return sum(block is not None and refs[block] < 0 for block in self._table.find(keys))
 
     def peek(self, key: OffloadKey) -> bool | None:
         """Return what `lookup` would, without counting: for callers that poll."""
-        table = self._table
-        if key in table.shards[hash(key) >> table.shift]:
-            return True
-        return None if key in table.writing else False
+        block = self._table.get(key)
+        if block is None:
+            return False
+        return True if self._table.cells[1][block] >= 0 else None
 
     def readable(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return those of `keys` that can be loaded, in order: a pure read."""
-        return [key for key, block in zip(keys, self._table.find(keys), strict=True) if block is not None]
+        refs = self._table.cells[1]
+        found = zip(keys, self._table.find(keys), strict=True)
+        return [key for key, block in found if block is not None and refs[block] >= 0]
 
     def match(self, keys: Sequence[OffloadKey], req_context: ReqContext | None = None) -> Match:  # noqa: ARG002
-        table = self._table
-        ready = table.match(keys)
-        writing = table.writing
-        if ready == len(keys) or not writing or keys[ready] not in writing:
-            return _MATCHES[ready] if ready < len(_MATCHES) else Match(ready, 0)
-        shards, shift = table.shards, table.shift
-        held = ready + 1
-        for key in keys[held:]:
-            if key not in shards[hash(key) >> shift] and key not in writing:
-                break
-            held += 1
+        ready, held = self._table.match(keys, writing=self._stats.writing > 0)
+        if ready == held and ready < len(_MATCHES):
+            return _MATCHES[ready]
         return Match(ready, held - ready)
 
     def held(self, keys: Iterable[OffloadKey]) -> set[OffloadKey]:
         keys = list(keys)
-        return {key for key, block in zip(keys, self._table.find_held(keys), strict=True) if block is not None}
+        return {key for key, block in zip(keys, self._table.find(keys), strict=True) if block is not None}
 
     def stats(self) -> ManagerStats:
         return replace(

@@ -32,13 +32,14 @@ class Transfers(Residency):
             names = list(dict.fromkeys(names))
             found = table.find(names)
             if None in found:
-                key = names[found.index(None)]
-                what = "still written" if key in table.writing else "not held"
-                raise UsageError(f"cannot load key {key.hex()}: it is {what}; look it up first")
+                raise UsageError(f"cannot load key {names[found.index(None)].hex()}: it is not held; look it up first")
             ids = np.array(found, np.int64)
         if not names:
             return CPULoadStoreSpec.of_blocks(ids)
         refs = table.refs[ids]
+        if self._stats.writing and int(refs.min()) < 0:
+            key = names[int(refs.argmin())]
+            raise UsageError(f"cannot load key {key.hex()}: it is still written; look it up first")
         table.refs[ids] = refs + 1
         table.used[ids] = True
         self._stats.pinned += len(ids) - int(np.count_nonzero(refs))
@@ -104,8 +105,10 @@ class Transfers(Residency):
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         table, stats = self._table, self._stats
-        offered = list(dict.fromkeys(keys))
-        found = table.find_held(offered)
+        offered = list(keys)
+        if len(set(offered)) != len(offered):
+            offered = list(dict.fromkeys(offered))
+        found = table.find(offered)
         wanted: Sequence[OffloadKey] = offered
         resident: list[int] = []
         if found.count(None) != len(found):
@@ -154,9 +157,7 @@ class Transfers(Residency):
             self._announce(evicted, removed=True)
         table.keys[ids] = wanted
         table.refs[ids] = WRITING
-        writing = table.writing
-        for key, block in zip(wanted, ids.tolist(), strict=True):
-            writing[key] = block
+        table.enter(wanted, ids.tolist())
         stats.filtered += len(filtered)
         stats.reserved += count
         stats.writing += count
@@ -203,8 +204,14 @@ class Transfers(Residency):
 
     def _stores_of(self, keys: list[OffloadKey]) -> Owners:
         """Return the store that each key means without a ticket; keys that have none are counted as stale."""
-        writing, detached = self._table.writing, self._detached
-        owners = self._reservations.stores_of({key: writing.get(key) for key in keys if key in writing or detached})
+        refs = self._table.cells[1]
+        written = {
+            key: block if block is not None and refs[block] < 0 else None
+            for key, block in zip(keys, self._table.find(keys), strict=True)
+        }
+        if not self._detached:
+            written = {key: block for key, block in written.items() if block is not None}
+        owners = self._reservations.stores_of(written)
         self._stats.stale_completions += len(keys) - len(owners)
         return owners
 
@@ -218,19 +225,14 @@ class Transfers(Residency):
             self._forget_writing(keys, ids)
             self._pool.free(ids.tolist())
             return
-        writing = table.writing
-        for key in keys:
-            del writing[key]
         table.refs[ids] = 0
-        table.publish(keys, ids.tolist())
         stats.stored += count
         stats.ready += count
         self._announce(keys, removed=False)
         self._order.written(keys, ids)
 
     def _forget_writing(self, keys: Iterable[OffloadKey], ids: Ids) -> None:
-        for key in keys:
-            del self._table.writing[key]
+        self._table.withdraw(keys)
         self._table.keys[ids] = None
 
     def _under(self, keys: list[OffloadKey], ticket: int, *, is_store: bool) -> Owners:

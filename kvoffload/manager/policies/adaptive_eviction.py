@@ -59,7 +59,7 @@ class EvictionOrder:
                 node.leave_cell()
                 aside.append(node)
                 continue
-            ends = blocks.find_held(node.keys[max(0, held - count + len(victims)) : held])
+            ends = blocks.find(node.keys[max(0, held - count + len(victims)) : held])
             refs = blocks.refs[ends].tolist()
             if not any(refs):
                 victims += reversed(ends)
@@ -95,7 +95,7 @@ class EvictionOrder:
         node_of = self._tree.node_of
         shielded: set[Node] = set()
         seen: set[Node] = set()
-        for key, block in zip(offered, blocks.find_held(offered), strict=True):
+        for key, block in zip(offered, blocks.find(offered), strict=True):
             node = node_of.get(key) if block is None else None
             while node is not None and node not in seen:
                 seen.add(node)

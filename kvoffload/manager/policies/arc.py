@@ -57,7 +57,7 @@ class ARCCachePolicy(IndexedPolicy):
         ids = self.table.recall(keys)
         if len(ids) < len(keys):
             rest = keys[len(ids) :]
-            found = self.table.find_held(rest)
+            found = self.table.find(rest)
             if frequent and None in found:
                 self._learn([key for key, block in zip(rest[::-1], found[::-1], strict=True) if block is None])
             blocks = dict.fromkeys(ids.tolist() + [block for block in found if block is not None])

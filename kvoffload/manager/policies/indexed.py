@@ -194,7 +194,7 @@ class IndexedPolicy(CachePolicy):
             self._free = list(range(2 * rows + 7, rows - 1, -1))
         row = self._free.pop()
         self._statuses[row] = block
-        table.publish((key,), (row,))
+        table.enter((key,), (row,))
         table.keys[row] = key
         table.refs[row] = block.ref_cnt
         self.insert_blocks((key,), np.array((row,), np.int64))

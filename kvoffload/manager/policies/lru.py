@@ -29,7 +29,7 @@ class LRUCachePolicy(IndexedPolicy):
         keys = list(keys)
         ids = self.table.recall(keys)
         if len(ids) < len(keys):
-            found = self.table.find_held(keys[len(ids) :])
+            found = self.table.find(keys[len(ids) :])
             others = np.array([block for block in found if block is not None], np.int64)
             ids = np.concatenate((ids, others)) if len(ids) else others
         if len(ids):
