@@ -51,6 +51,8 @@ def readable(name: str, value: object) -> str:
         return readable_bytes(value)
     if name.endswith("gbps") and isinstance(value, int | float):
         return f"{value:.2f} GB/s"
+    if name.endswith("seconds") and isinstance(value, float) and 0 < abs(value) < 0.1:
+        return f"{1e3 * value:.2f} ms" if abs(value) >= 1e-3 else f"{1e6 * value:.1f} µs"
     if isinstance(value, float):
         return f"{value:.3f}"
     if isinstance(value, int):
