@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import array
 import hashlib
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NewType
+from typing import Any, NewType, SupportsIndex
 
 from kvoffload.errors import UsageError
 
@@ -37,11 +38,16 @@ def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
     """Pack a block hash and a group index into an `OffloadKey`.
 
     Raises:
-        UsageError: `group_idx` does not fit in an unsigned 32-bit integer.
+        UsageError: `group_idx` does not fit in an unsigned 32-bit integer, or `block_hash` is no bytes.
     """
-    if not 0 <= group_idx <= _MAX_TOKEN:
-        raise UsageError(f"group_idx must fit in 4 bytes, got {group_idx}")
-    return OffloadKey(block_hash + group_idx.to_bytes(_GROUP_BYTES, "big"))
+    try:
+        return OffloadKey(block_hash + group_idx.to_bytes(_GROUP_BYTES, "big"))
+    except (TypeError, AttributeError, OverflowError):
+        if not isinstance(block_hash, bytes):
+            raise UsageError(f"block_hash must be bytes, such as one of hash_blocks(); got {block_hash!r}") from None
+        if isinstance(group_idx, SupportsIndex) and 0 <= operator.index(group_idx) <= _MAX_TOKEN:  # numpy's, say
+            return make_offload_key(block_hash, operator.index(group_idx))
+        raise UsageError(f"group_idx must be a whole number of 0 to {_MAX_TOKEN}; got {group_idx!r}") from None
 
 
 def get_offload_block_hash(key: OffloadKey) -> BlockHash:
@@ -79,7 +85,7 @@ def encode_extra(value: object) -> bytes:
         return _framed(b"B", bytes(value))
     if isinstance(value, tuple | list):
         return b"L" + len(value).to_bytes(4, "big") + b"".join(encode_extra(item) for item in value)
-    raise UsageError(f"extra keys may hold None, bool, int, float, str, bytes and tuples of them, got {value!r}")
+    raise UsageError(f"extra_keys must hold None, bool, int, float, str, bytes or tuples of them; got {value!r}")
 
 
 def _framed(tag: bytes, body: bytes) -> bytes:
@@ -113,8 +119,10 @@ def hash_blocks(
     Raises:
         UsageError: `block_size` is not positive, or a token is not an integer in [0, 2**32).
     """
-    if block_size < 1:
-        raise UsageError(f"block_size must be positive, got {block_size}")
+    if not isinstance(block_size, SupportsIndex) or operator.index(block_size) < 1:
+        raise UsageError(f"block_size must be a positive whole number of tokens, such as 16; got {block_size!r}")
+    if not isinstance(extra_keys, Sequence | None):
+        raise UsageError(f"extra_keys must be a list with a tuple or None for each block; got {extra_keys!r}")
     raw = _token_bytes(token_ids)
     extras = extra_keys or ()
     step = 4 * block_size
@@ -138,7 +146,15 @@ def _token_array(token_ids: Iterable[int]) -> array.array[int]:
     try:
         return array.array("I", token_ids)
     except (TypeError, OverflowError, ValueError) as error:
-        raise UsageError(f"token ids must be integers in [0, 2**32): {error}") from None
+        raise UsageError(f"token_ids must be integers in [0, 2**32), got {_shown_tokens(token_ids)}: {error}") from None
+
+
+def _shown_tokens(token_ids: object) -> str:
+    """Return the first value that is no token, or the whole where it is no list."""
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, str):
+        return repr(token_ids)[:80]
+    wrong = (value for value in token_ids if not isinstance(value, int) or not 0 <= value <= _MAX_TOKEN)
+    return repr(next(wrong, token_ids))[:80]
 
 
 def _token_bytes(token_ids: Sequence[int] | array.array[int]) -> bytes:
@@ -223,13 +239,20 @@ class BlockChain:
         extra_keys: Sequence[tuple[Any, ...] | None] | None = None,
         block_hashes: Sequence[bytes] | None = None,
     ) -> None:
-        if not groups:
-            raise UsageError("a chain needs at least one KV-cache group")
+        if (
+            not isinstance(groups, Sequence)
+            or not groups
+            or not all(isinstance(group, GroupLayout) for group in groups)
+        ):
+            raise UsageError(f"groups must hold at least one GroupLayout, such as GroupLayout(16); got {groups!r}")
         self.groups = tuple(groups)
         self.hash_block_size = min(group.block_size for group in self.groups)
         for group in self.groups:
             if group.factor < 1 or group.block_size < 1 or group.block_size % self.hash_block_size:
-                raise UsageError(f"group {group} cannot be cut in blocks of {self.hash_block_size} tokens")
+                raise UsageError(
+                    f"block_size must be a positive multiple of the smallest group's, {self.hash_block_size}, and "
+                    f"factor at least 1; got {group}"
+                )
         self.lora_name = lora_name
         self.cache_salt = cache_salt
         self._extra: list[tuple[Any, ...] | None] = []
@@ -259,8 +282,13 @@ class BlockChain:
                 bytes, hashes for a chain that hashes itself, or the reverse. The chain is unchanged.
         """
         fresh = _token_array(token_ids)
+        for name, values in (("block_hashes", block_hashes), ("extra_keys", extra_keys)):
+            if values is not None and not isinstance(values, Iterable):
+                raise UsageError(f"{name} must be a list with an item for each hash block; got {values!r}")
         if block_hashes is not None and not self._given:
-            raise UsageError("this chain hashes its tokens itself: it takes no block_hashes")
+            raise UsageError(
+                "this chain hashes its tokens itself: leave block_hashes out, or give them from the first token on"
+            )
         done, before = len(self._hashes), self.num_blocks
         extra = self._extra if extra_keys is None else self._extra_with(extra_keys)
         hashes: list[BlockHash] = []
@@ -283,14 +311,14 @@ class BlockChain:
         added = list(extra_keys)
         wrong = next((item for item in added if item is not None and not isinstance(item, tuple | list)), None)
         if wrong is not None:
-            raise UsageError(f"extra_keys holds a tuple or None for each hash block, got {wrong!r}")
+            raise UsageError(f"extra_keys must hold a tuple or None for each hash block; got {wrong!r}")
         encode_extra(added)
         return self._extra + [None] * (len(self._hashes) - len(self._extra)) + added
 
     @staticmethod
     def _checked_hash(value: bytes) -> BlockHash:
         if not isinstance(value, bytes) or not value:
-            raise UsageError(f"a block hash must be non-empty bytes, got {value!r}")
+            raise UsageError(f"block_hashes must hold non-empty bytes, one for each full block; got {value!r}")
         return BlockHash(value)
 
     def _grow_keys(self) -> None:
@@ -319,8 +347,16 @@ class BlockChain:
         return self._tokens
 
     def keys(self, group_idx: int = 0) -> Sequence[OffloadKey]:
-        """Return the keys of all full *offloaded* blocks of one group, in order. Do not modify."""
-        return self._group_keys[group_idx]
+        """Return the keys of all full *offloaded* blocks of one group, in order. Do not modify.
+
+        Raises:
+            UsageError: There is no such group.
+        """
+        try:
+            return self._group_keys[group_idx]
+        except (IndexError, TypeError):
+            last = len(self.groups) - 1
+            raise UsageError(f"group_idx must be a group of this chain, 0 to {last}; got {group_idx!r}") from None
 
     def block_hashes(self, group_idx: int = 0) -> list[BlockHash]:
         """Return the hash of each full engine block of one group."""

@@ -70,7 +70,8 @@ class FeedPublisher:
         self._monotonic = monotonic
         if len(config.merge_replay_from) > len(config.merge_from):
             raise ConfigError(
-                f"merge_replay_from names {len(config.merge_replay_from)} feeds, merge_from {len(config.merge_from)}"
+                f"merge_replay_from names {len(config.merge_replay_from)} feeds, merge_from {len(config.merge_from)}: "
+                "give one replay endpoint for each feed, or none"
             )
         self._intake = Intake(config.max_queue_size)
         replays = [*config.merge_replay_from, *[None] * len(config.merge_from)]

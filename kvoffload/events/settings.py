@@ -123,7 +123,8 @@ def _resolve_one(config: EventsConfig, model_name: str | None, instance_id: str)
     start: SequenceStart = next(iter(starts)) if config.sequence_start is None else config.sequence_start
     if start == "epoch" and contiguity == "strict":
         raise ConfigError(
-            "sequence_start 'epoch' and contiguity 'strict' exclude each other: a replay from 0 would not end"
+            "sequence_start 'epoch' and contiguity 'strict' exclude each other: a replay from 0 would not end; "
+            "use 'zero' or 'relaxed'"
         )
     topic = config.topic
     if topic is None:

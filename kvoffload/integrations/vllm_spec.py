@@ -75,7 +75,9 @@ class KVOffloadSpec(OffloadingSpec):  # type: ignore[misc] # vLLM is untyped her
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         if config.canonical_layout:
-            raise ConfigError("canonical_layout is not supported: host memory holds each rank's own pages")
+            raise ConfigError(
+                "canonical_layout is not supported: host memory holds each rank's own pages; leave it out"
+            )
         self.offload = offload_config(config)
         block_bytes = config.worker_kv_bytes_per_block * config.parallel.world_size * config.cache.blocks_per_chunk
         self.num_blocks = self.offload.cpu_bytes_to_use // block_bytes if block_bytes else 0
@@ -149,7 +151,7 @@ def offload_config(config: OffloadingConfig) -> OffloadConfig:
     }
     clash = sorted(keys.keys() & derived.keys())
     if clash:
-        raise ConfigError(f"{', '.join(clash)} cannot be set here: vLLM's own configuration decides")
+        raise ConfigError(f"{', '.join(clash)} cannot be set here: vLLM's own configuration decides; leave it out")
     idle = sorted((keys.keys() & OffloadConfig.model_fields.keys()) - ADAPTER_KEYS)
     if idle:
         raise ConfigError(f"{', '.join(idle)} would have no effect in vLLM: docs/vllm.md lists the keys that have")

@@ -135,7 +135,7 @@ class Reservations:
         for key, block in current.items():
             owner = self._oldest(key, block, is_store=False)
             if owner is None:
-                raise UsageError(f"key {key.hex()} has no load to complete")
+                raise UsageError(f"key {key.hex()} has no load to complete: prepare_load comes first")
             owners[key] = owner
         return owners
 

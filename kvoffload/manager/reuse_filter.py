@@ -43,10 +43,13 @@ class FilterReusedOffloadingManager(OffloadingManager):
     """
 
     def __init__(self, backing: OffloadingManager, store_threshold: int = 2, max_tracker_size: int = 64_000) -> None:
-        if store_threshold < 2:
-            raise ConfigError(f"store_threshold must be at least 2 (below, nothing is filtered), got {store_threshold}")
-        if max_tracker_size < 1:
-            raise ConfigError(f"max_tracker_size must be at least 1, got {max_tracker_size}")
+        if not isinstance(store_threshold, int) or store_threshold < 2:
+            raise ConfigError(
+                f"store_threshold must be at least 2 (below, nothing is filtered: leave it out); "
+                f"got {store_threshold!r}"
+            )
+        if not isinstance(max_tracker_size, int) or max_tracker_size < 1:
+            raise ConfigError(f"max_tracker_size must be at least 1; got {max_tracker_size!r}")
         self._backing = backing
         self.store_threshold = store_threshold
         self.max_tracker_size = max_tracker_size

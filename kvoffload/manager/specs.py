@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Self
@@ -44,9 +45,9 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec, ABC):
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise UsageError(f"block_ids must be a flat list of integers, got {ids.dtype} of shape {ids.shape}")
         if ids.size and int(ids.min()) < 0:
-            raise UsageError(f"block ids must not be negative, got {int(ids.min())}")
+            raise UsageError(f"block_ids must be at least 0; got {int(ids.min())}")
         if ids.dtype == np.uint64 and ids.size and int(ids.max()) > _MAX_ID:
-            raise UsageError(f"block ids must fit in 63 bits, got {int(ids.max())}")
+            raise UsageError(f"block_ids must be below 2**63; got {int(ids.max())}")
         self.block_ids: npt.NDArray[np.int64] = ids.astype(np.int64, copy=not isinstance(block_ids, np.ndarray))
         self.ticket = ticket
 
@@ -76,12 +77,19 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
         self, block_ids: BlockIds, group_sizes: Sequence[int], block_indices: Sequence[int], ticket: int | None = None
     ) -> None:
         super().__init__(block_ids, ticket)
-        if any(size < 0 for size in group_sizes) or sum(group_sizes) != len(self.block_ids):
-            raise UsageError(f"group_sizes {list(group_sizes)} do not add up to {len(self.block_ids)} block ids")
-        if len(block_indices) != len(group_sizes) or any(index < 0 for index in block_indices):
-            raise UsageError(f"block_indices {list(block_indices)} do not fit {len(group_sizes)} groups")
-        self.group_sizes: tuple[int, ...] = tuple(int(size) for size in group_sizes)
-        self.block_indices: tuple[int, ...] = tuple(int(index) for index in block_indices)
+        sizes, indices = _numbers(group_sizes, "group_sizes"), _numbers(block_indices, "block_indices")
+        if any(size < 0 for size in sizes) or sum(sizes) != len(self.block_ids):
+            raise UsageError(
+                f"group_sizes must be counts of at least 0 that add up to the {len(self.block_ids)} block_ids; "
+                f"got {list(sizes)}"
+            )
+        if len(indices) != len(sizes) or any(index < 0 for index in indices):
+            raise UsageError(
+                f"block_indices must hold one index of at least 0 for each of the {len(sizes)} groups; "
+                f"got {list(indices)}"
+            )
+        self.group_sizes: tuple[int, ...] = sizes
+        self.block_indices: tuple[int, ...] = indices
 
     @staticmethod
     def medium() -> str:
@@ -96,3 +104,12 @@ class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
     def medium() -> str:
         """Return `"CPU"`."""
         return "CPU"
+
+
+def _numbers(values: Sequence[int], name: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, values))
+    except TypeError:
+        raise UsageError(
+            f"{name} must be a list of whole numbers, one for each KV-cache group; got {values!r}"
+        ) from None

@@ -145,7 +145,7 @@ class CanonicalKVCaches:
         if not isinstance(layers, Mapping):
             raise LayoutError(f'layers must be tensors by name, such as {{"layer.0": tensor}}; got {type(layers)!r}')
         if not layers:
-            raise LayoutError("from_layers needs at least one layer")
+            raise LayoutError(f"layers must hold at least one KV-cache tensor by its name; got {layers!r}")
         if block_dim not in {None, 0, 1}:
             raise LayoutError(f"block_dim={block_dim!r}: pass block_dim=0, block_dim=1 or leave it out")
         by_name = {name: _layer_rows(name, layer, block_dim) for name, layer in layers.items()}
@@ -248,6 +248,8 @@ def _fits(memory: StridedMemory, block_dim: int) -> bool:
 def _checked_groups(layers: Mapping[str, TensorLike], groups: Sequence[Sequence[str]] | None) -> list[list[str]]:
     if groups is None:
         return [list(layers)]
+    if not isinstance(groups, Sequence) or not all(isinstance(names, Sequence) for names in groups):
+        raise LayoutError(f"groups must be a list of lists of layer names, one for each KV-cache group; got {groups!r}")
     named = [name for names in groups for name in names]
     unknown = [name for name in named if name not in layers]
     missing = [name for name in layers if name not in named]

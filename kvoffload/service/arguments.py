@@ -10,14 +10,16 @@ import inspect
 import math
 import operator
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from numbers import Real
-from typing import SupportsIndex
+from typing import SupportsIndex, TypeVar
 
 from kvoffload.errors import UsageError
 from kvoffload.keys import BlockChain, OffloadKey
 from kvoffload.manager.base import ReqContext, RequestOutcome
 from kvoffload.transfer.base import HOST_VISIBLE, Ready
+
+_T = TypeVar("_T")
 
 
 def check_ready(ready: Ready, name: str = "ready") -> None:
@@ -91,6 +93,16 @@ def check_request(context: ReqContext, chain: BlockChain) -> None:
         raise UsageError(f"chain must come from service.chain(...), got {type(chain).__name__}")
 
 
+def check_request_id(request_id: object) -> None:
+    """Refuse what is no request's id.
+
+    Raises:
+        UsageError: It is no str.
+    """
+    if not isinstance(request_id, str):
+        raise UsageError(f"request_id must be a str, the id that a request began with; got {request_id!r}")
+
+
 def check_outcome(outcome: RequestOutcome) -> None:
     """Refuse hints that are no numbers.
 
@@ -98,7 +110,7 @@ def check_outcome(outcome: RequestOutcome) -> None:
         UsageError: One is.
     """
     if not isinstance(outcome, RequestOutcome):
-        raise UsageError(f"expected a RequestOutcome, got {outcome!r}")
+        raise UsageError(f"outcome must be a RequestOutcome; got {outcome!r}")
     if outcome.output_tokens is not None:
         whole_number(outcome.output_tokens, "output_tokens")
     _check_seconds(outcome.now_seconds, "now_seconds")
@@ -111,11 +123,23 @@ def check_keys(keys: Collection[OffloadKey]) -> list[OffloadKey]:
     Raises:
         UsageError: One is no bytes.
     """
-    checked = list(keys)
+    checked = as_list(keys, "keys", "block keys, as chain.keys() gives them")
     wrong: list[object] = [key for key in checked if not isinstance(key, bytes)]
     if wrong:
-        raise UsageError(f"a key is bytes, got {wrong[0]!r}")
+        raise UsageError(f"keys must be bytes, as chain.keys() gives them; got {wrong[0]!r}")
     return checked
+
+
+def as_list(values: Iterable[_T], name: str, what: str) -> list[_T]:
+    """Return the values as a list.
+
+    Raises:
+        UsageError: They are none.
+    """
+    try:
+        return list(values)
+    except TypeError:
+        raise UsageError(f"{name} must be a list of {what}; got {values!r}") from None
 
 
 def _is_number(value: object) -> bool:
@@ -127,7 +151,7 @@ def _is_number(value: object) -> bool:
 
 def _check_seconds(value: float | None, name: str) -> None:
     if value is not None and not _is_number(value):
-        raise UsageError(f"{name} must be a number of seconds, got {value!r}")
+        raise UsageError(f"{name} must be a number of seconds, or None; got {value!r}")
 
 
 def deadline_after(timeout: float | None) -> float:

@@ -17,6 +17,7 @@ from kvoffload.keys import BlockChain, OffloadKey
 from kvoffload.manager.base import ReqContext, RequestOutcome
 from kvoffload.manager.specs import GPULoadStoreSpec
 from kvoffload.service.arguments import (
+    as_list,
     check_keys,
     check_outcome,
     check_ready,
@@ -198,7 +199,7 @@ class OffloadEngine(EngineLife):
         self.check()
         check_timeout(timeout)
         deadline = deadline_after(timeout)
-        wanted = set(jobs)
+        wanted = set(as_list(jobs, "jobs", "job ids"))
         done: list[JobDone] = list(self.poll())
         while (left := deadline - time.monotonic()) > 0 and wanted & {job.id for job in self._board.unended_jobs()}:
             self._sleep_until_news(left)
@@ -208,7 +209,7 @@ class OffloadEngine(EngineLife):
     def busy_gpu_blocks(self, gpu_blocks: Sequence[int]) -> Sequence[int]:
         """Return those of `gpu_blocks` that a copy may still touch."""
         self.check()
-        return self._core.book.busy(gpu_blocks)
+        return self._core.book.busy(as_list(gpu_blocks, "gpu_blocks", "block ids"))
 
     def note_owner(self, gpu_blocks: Iterable[int]) -> None:
         """With `debug_checks`: GPU blocks were handed out, and nothing was written to them yet."""
@@ -235,7 +236,7 @@ class OffloadEngine(EngineLife):
     def _ranks(self) -> RemoteWorkers:
         self.check()
         if self.ground.workers is None:
-            raise UsageError("this engine has no rank processes")
+            raise UsageError("this engine has no rank processes: they come with workers=RemoteWorkers(world_size)")
         return self.ground.workers
 
     # ---- the cache as a whole
@@ -277,7 +278,7 @@ class OffloadEngine(EngineLife):
     def enabled(self, value: bool) -> None:
         self.check()
         if not isinstance(value, bool):
-            raise UsageError(f"enabled is True or False, got {value!r}")
+            raise UsageError(f"enabled must be True or False; got {value!r}")
         if self._core.enabled and not value:
             self.reset_cache()
         self._core.enabled = value
@@ -286,7 +287,7 @@ class OffloadEngine(EngineLife):
         """Reject stores until called with False; loads go on."""
         self.check()
         if not isinstance(paused, bool):
-            raise UsageError(f"paused is True or False, got {paused!r}")
+            raise UsageError(f"paused must be True or False; got {paused!r}")
         self._core.stores_paused = paused
 
     @property

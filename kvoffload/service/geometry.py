@@ -55,7 +55,9 @@ class BlockGeometry:
         if len(groups) == 1:
             groups *= num_groups
         if len(groups) != num_groups:
-            raise UsageError(f"gpu_block_size names {len(groups)} groups, the KV caches have {num_groups}")
+            raise UsageError(
+                f"gpu_block_size names {len(groups)} groups, the KV caches have {num_groups}: give one size for each"
+            )
         return cls(groups, [sum(pages) * num_ranks for pages in group_page_sizes], num_gpu_blocks)
 
     @property
@@ -91,7 +93,9 @@ class BlockGeometry:
         if not isinstance(spec, GPULoadStoreSpec):
             raise UsageError(f"GPU blocks are named by a GPULoadStoreSpec, got {spec!r}")
         if len(spec.group_sizes) != len(self.groups):
-            raise UsageError(f"the spec has {len(spec.group_sizes)} groups, the cache has {len(self.groups)}")
+            raise UsageError(
+                f"group_sizes must be one count for each of {len(self.groups)} groups; got {list(spec.group_sizes)}"
+            )
         tables, starts, at = [], [], 0
         ids = spec.block_ids.tolist()
         for size, index, group in zip(spec.group_sizes, spec.block_indices, self.groups, strict=True):
@@ -108,7 +112,7 @@ class BlockGeometry:
         """
         used = {start for table, start in zip(tables, starts, strict=True) if table}
         if len(used) > 1:
-            raise UsageError(f"block_indices name different first tokens: {sorted(used)}")
+            raise UsageError(f"block_indices must start all groups at one token; got tokens {sorted(used)}")
         return used.pop() if used else 0
 
     def key_range(self, group_idx: int, first_token: int, end_token: int) -> range:
@@ -168,4 +172,4 @@ class BlockGeometry:
         """
         blocks = [block for table in tables for block in table]
         if len(set(blocks)) < len(blocks):
-            raise UsageError(f"a GPU block is named twice: {blocks}")
+            raise UsageError(f"a GPU block is named twice: each must be another one; got {blocks}")

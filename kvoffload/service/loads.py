@@ -164,7 +164,7 @@ class LoadDesk:
         )
         blocks = spec.block_ids.tolist()
         if len(set(blocks)) < len(blocks):
-            raise UsageError(f"a GPU block is named twice: {blocks}")
+            raise UsageError(f"a GPU block is named twice: each must be another one; got {blocks}")
         signature = (keys[-1], first_token, tuple(blocks))
         running = self._running_twin(signature, after)
         if running is not None:

@@ -73,17 +73,21 @@ def computed_offer(
     if computed_tokens < request.computed_tokens:
         raise UsageError(
             f"computed_tokens of request {request.context.req_id!r} shrank "
-            f"from {request.computed_tokens} to {computed_tokens}"
+            f"from {request.computed_tokens} to {computed_tokens}: it counts all tokens so far"
         )
     if computed_tokens > chain.num_tokens:
-        raise UsageError(f"computed_tokens is {computed_tokens}, the chain has {chain.num_tokens} tokens")
+        raise UsageError(
+            f"computed_tokens must be at most the chain's {chain.num_tokens}; got {computed_tokens}: "
+            "extend the chain first"
+        )
     starts, counts, parts = list(request.offered), [], []
     for group_idx, (group, span) in enumerate(zip(geometry.groups, geometry.spans, strict=True)):
         upto = min(computed_tokens // span, len(chain.keys(group_idx)))
         first, last = starts[group_idx] * group.factor, upto * group.factor
         if len(tables[group_idx]) < last:
             raise UsageError(
-                f"group {group_idx} has {len(tables[group_idx])} GPU blocks, {computed_tokens} tokens need {last}"
+                f"group {group_idx} has {len(tables[group_idx])} GPU blocks, {computed_tokens} tokens need {last}: "
+                "append to gpu_blocks first"
             )
         counts.append(max(0, upto - starts[group_idx]))
         parts.append(tables[group_idx][first:last])
@@ -114,7 +118,7 @@ def explicit_offer(geometry: BlockGeometry, request: RequestState, spec: GPULoad
         if count and start + count > len(chain.keys(group_idx)):
             raise UsageError(
                 f"group {group_idx}: offloaded blocks {start}..{start + count - 1} are not all in the chain, "
-                f"which has {len(chain.keys(group_idx))}"
+                f"which has {len(chain.keys(group_idx))}: extend the chain first"
             )
         starts.append(start)
         counts.append(count)

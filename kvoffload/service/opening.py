@@ -40,7 +40,7 @@ class Ground:
         if self.kv_caches is not None and not isinstance(self.kv_caches, CanonicalKVCaches):
             raise UsageError(f"kv_caches come from CanonicalKVCaches.from_layers(...), got {self.kv_caches!r}")
         if (self.kv_caches is None) == (self.workers is None):
-            raise UsageError("an engine has either kv_caches (in this process) or workers (rank processes)")
+            raise UsageError("give either kv_caches (in this process) or workers (rank processes), not both or neither")
         if self.workers is not None and self.workers.world_size != self.config.world_size:
             raise UsageError(
                 f"world_size is {self.config.world_size}, but RemoteWorkers has {self.workers.world_size} ranks"

@@ -35,7 +35,7 @@ class SingleOwner:
             UsageError: Not started, another thread, or another process than the owner.
         """
         if self._closed:
-            raise ClosedError("the engine is closed")
+            raise ClosedError("the engine is closed: make a new one")
         if self._owner != threading.get_ident() or self._pid != os.getpid():
             self._complain()
 

@@ -16,7 +16,7 @@ from kvoffload.errors import ClosedError, UsageError
 from kvoffload.keys import BlockChain
 from kvoffload.manager.base import ReqContext, RequestOutcome
 from kvoffload.manager.specs import GPULoadStoreSpec
-from kvoffload.service.arguments import check_free, check_request, check_timeout, whole_number
+from kvoffload.service.arguments import as_list, check_free, check_request, check_timeout, whole_number
 from kvoffload.service.core import LeaseState, RequestState
 from kvoffload.service.geometry import Tables
 from kvoffload.service.lease import LeaseContext
@@ -284,5 +284,6 @@ class OffloadRequest:
         For blocks that the caller took out of `gpu_blocks`: blocks that stay in it go to `free` as well.
         """
         check_free(callback, "callback")
+        blocks = as_list(blocks, "blocks", "GPU block ids")
         self._loads.take_back(blocks)
         self.engine.give_back(blocks, callback)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from kvoffload.errors import UsageError
 from kvoffload.keys import BlockChain, OffloadKey
 from kvoffload.manager.base import ReqContext, RequestOutcome
-from kvoffload.service.arguments import check_request
+from kvoffload.service.arguments import check_request, check_request_id
 from kvoffload.service.core import Core, FirstLook, RequestState
 
 Keys = Sequence[Sequence[OffloadKey]]
@@ -44,18 +44,31 @@ class Roster:
         """
         check_request(context, chain)
         if context.req_id in self._open:
-            raise UsageError(f"request {context.req_id!r} has begun already")
+            raise UsageError(f"request {context.req_id!r} has begun already: finish it first, or use another id")
         groups = self._core.geometry.groups
         if chain.groups != groups:
-            raise UsageError(f"the chain was cut for {chain.groups}, the model has {groups}")
+            raise UsageError(
+                f"chain was cut for {chain.groups}, the model has {groups}: make it with "
+                "service.chain(...), or with config.group_layouts()"
+            )
         if context.started_seconds is None:
             context = replace(context, started_seconds=self._core.clock())
         state = self._open[context.req_id or ""] = RequestState(context, chain, [0] * len(chain.groups))
         return state
 
     def find(self, request_id: str) -> RequestState | None:
-        """Return an open request's state."""
-        return self._open.get(request_id)
+        """Return an open request's state; None for an id that is not open.
+
+        Raises:
+            UsageError: It is no id.
+        """
+        try:
+            request = self._open.get(request_id)
+        except TypeError:  # a list, say
+            request = None
+        if request is None:
+            check_request_id(request_id)
+        return request
 
     def get(self, request_id: str) -> RequestState:
         """Return an open request's state.
@@ -63,9 +76,9 @@ class Roster:
         Raises:
             UsageError: It has not begun or has finished.
         """
-        request = self._open.get(request_id)
+        request = self.find(request_id)
         if request is None:
-            raise UsageError(f"request {request_id!r} has not begun or has finished")
+            raise UsageError(f"request {request_id!r} has not begun or has finished: begin it first")
         return request
 
     def finish(self, request: RequestState) -> None:
@@ -97,11 +110,11 @@ class Roster:
         Raises:
             UsageError: It is neither.
         """
-        request = self._open.get(request_id)
+        request = self.find(request_id)
         if request is not None:
             groups = range(len(self._core.geometry.groups))
             return [request.chain.keys(group_idx) for group_idx in groups], request.found
         recent = self._recent.get(request_id)
         if recent is None:
-            raise UsageError(f"request {request_id!r} is not known (the last {RECENT_REQUESTS} are)")
+            raise UsageError(f"request {request_id!r} is not known: open ones and the last {RECENT_REQUESTS} are")
         return recent

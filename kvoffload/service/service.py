@@ -81,7 +81,7 @@ class OffloadService:
 
     async def __aenter__(self) -> Self:
         if self._loop is not None:
-            raise UsageError("an OffloadService is entered once")
+            raise UsageError("an OffloadService is entered once: make a new one")
         loop = self._loop = asyncio.get_running_loop()
         self.resolver = Resolver(loop)
         self.room = RoomLine(self.resolver)
@@ -172,7 +172,7 @@ class OffloadService:
             UsageError: It was not entered, or the caller is not on the loop's thread.
         """
         if self._closing is not None:
-            raise ClosedError("the service is closed")
+            raise ClosedError("the service is closed: make a new one")
         self._check_thread()
 
     def _check_thread(self) -> None:

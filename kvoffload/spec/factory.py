@@ -27,7 +27,7 @@ class OffloadingSpecFactory:
         """
         if name in cls._registry:
             taken = ".".join(cls._registry[name])
-            raise RegistrationError(f"spec {name!r} is already registered as {taken}")
+            raise RegistrationError(f"spec {name!r} is already registered as {taken}: choose another name")
         cls._registry[name] = (module_path, class_name)
 
     @classmethod
@@ -49,7 +49,8 @@ class OffloadingSpecFactory:
         else:
             known = ", ".join(sorted(cls._registry))
             raise RegistrationError(
-                f"spec_name {name!r} is not registered (known: {known}); spec_module_path is not set"
+                f"spec_name {name!r} is not registered (known: {known}): use one of them, or set "
+                "spec_module_path to the module that holds the class"
             )
         spec_class = _resolve(module_path, class_name)
         logger.info("offloading spec %s from %s", class_name, module_path)
@@ -61,11 +62,14 @@ def _resolve(module_path: str, class_name: str) -> type[OffloadingSpec]:
         module = importlib.import_module(module_path)
     except ImportError as error:
         raise ExtensionImportError(
-            f"module {module_path!r} of spec {class_name!r} cannot be imported: {error}"
+            f"spec_module_path {module_path!r} of spec_name {class_name!r} cannot be imported: {error}; install it, or "
+            "put its folder on PYTHONPATH"
         ) from error
     found: object = getattr(module, class_name, None)
     if found is None:
-        raise ExtensionAttributeError(f"module {module_path!r} has no class {class_name!r}")
+        raise ExtensionAttributeError(
+            f"spec_module_path {module_path!r} has no class {class_name!r}: set spec_name to one that it has"
+        )
     if not (isinstance(found, type) and issubclass(found, OffloadingSpec)):
         raise ExtensionTypeError(f"{module_path}.{class_name} must be a subclass of OffloadingSpec, it is {found!r}")
     return found

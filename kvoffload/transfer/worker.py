@@ -40,7 +40,7 @@ class OffloadingWorker:
         """
         transfer_type = (src_cls.medium(), dst_cls.medium())
         if transfer_type in self.transfer_type_to_handler:
-            raise UsageError(f"transfers {_arrow(transfer_type)} already have a handler")
+            raise UsageError(f"transfers {_arrow(transfer_type)} already have a handler: register another direction")
         self.handlers.add(handler)
         self.transfer_type_to_handler[transfer_type] = handler
         handler.notify = self._notify
@@ -64,7 +64,9 @@ class OffloadingWorker:
         handler = self.transfer_type_to_handler.get(transfer_type)
         if handler is None:
             known = ", ".join(map(_arrow, sorted(self.transfer_type_to_handler))) or "none"
-            raise UsageError(f"no handler for transfers {_arrow(transfer_type)}; registered: {known}")
+            raise UsageError(
+                f"no handler for transfers {_arrow(transfer_type)}; registered: {known}; call register_handler first"
+            )
         try:
             return handler.transfer_async(job_id, spec, ready)
         except Exception as error:

@@ -132,11 +132,9 @@ async def test_context_with_a_wrong_value_is_refused(wrong):
 
 def test_discarding_what_is_no_key_changes_nothing():
     with Rig().engine() as engine:
-        for wrong in ("abc", [None], [5]):
-            with pytest.raises(kv.UsageError, match="a key is bytes"):
+        for wrong in ("abc", [None], [5], None):
+            with pytest.raises(kv.UsageError, match="keys must be"):
                 engine.discard(wrong)
-        with pytest.raises(TypeError):
-            engine.discard(None)
         assert engine.health().ok
 
 
@@ -212,7 +210,7 @@ async def test_a_lease_that_is_entered_twice_is_refused_and_pins_once():
 
 async def test_pausing_stores_takes_only_a_bool():
     async with Rig().service() as service:
-        with pytest.raises(kv.UsageError, match="paused is True or False"):
+        with pytest.raises(kv.UsageError, match="paused must be True or False"):
             service.pause_stores("no")
 
 

@@ -54,7 +54,7 @@ def test_unfinished_jobs_keep_their_blocks_busy_until_the_copy_has_ended():
         (lambda e: e.begin("a", e.state("a").chain), "begun already"),
         (lambda e: e.begin("", None), "req_id"),
         (lambda e: e.submit_load("a", _spec([99])), r"\[0, 64\)"),
-        (lambda e: e.submit_load("a", kv.GPULoadStoreSpec([1, 2], [1, 1], [0, 0])), "2 groups"),
+        (lambda e: e.submit_load("a", kv.GPULoadStoreSpec([1, 2], [1, 1], [0, 0])), "each of 1 groups"),
         (lambda e: e.submit_store("a", _spec([1, 2, 3]), "host-visible"), "not all in the chain"),
         (lambda e: e.submit_store("a", _spec([1]), "soon"), "host-visible"),
         (lambda e: e.submit_store("a", _spec([1]), object()), "host-visible"),
@@ -305,7 +305,7 @@ def test_switch_takes_only_a_bool_and_a_store_only_gpu_blocks():
     rig = Rig()
     with rig.engine() as engine:
         engine.begin("a", chain(rig, 8))
-        with pytest.raises(kv.UsageError, match="enabled is True or False, got 'no'"):
+        with pytest.raises(kv.UsageError, match="enabled must be True or False; got 'no'"):
             engine.enabled = "no"
         with pytest.raises(kv.UsageError, match="GPULoadStoreSpec"):
             engine.submit_store("a", kv.CPULoadStoreSpec([1]), "host-visible")

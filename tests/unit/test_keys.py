@@ -199,7 +199,7 @@ def test_keys_hold_hash_and_group():
     key = make_offload_key(b"hash", 7)
     assert key == b"hash\0\0\0\x07"
     for wrong in (-1, 2**32):
-        with pytest.raises(UsageError, match="4 bytes"):
+        with pytest.raises(UsageError, match="0 to 4294967295"):
             make_offload_key(b"hash", wrong)
     with pytest.raises(UsageError, match="block_size"):
         hash_blocks(TOKENS, 0)

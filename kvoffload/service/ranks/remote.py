@@ -53,10 +53,12 @@ class RemoteWorkers:
         join_timeout: float = 120.0,
         progress: Progress | None = None,
     ) -> None:
-        if world_size < 1:
-            raise UsageError(f"world_size must be at least 1, got {world_size}")
+        if not isinstance(world_size, int) or world_size < 1:
+            raise UsageError(f"world_size must be a whole number of at least 1; got {world_size!r}")
         if transport not in {"zmq", "piggyback"}:
             raise UsageError(f'transport must be "zmq" or "piggyback", got {transport!r}')
+        if not isinstance(address, str):
+            raise UsageError(f'address must be "ipc", a path, or "@" and a name; got {address!r}')
         self.world_size = world_size
         self.transport: Transport = transport
         self.join_timeout = join_timeout

@@ -158,7 +158,7 @@ def test_groups_must_name_each_layer_once():
         CanonicalKVCaches.from_layers(layers, groups=[["a", "a", "c"], []])
     with pytest.raises(LayoutError, match="layers must be tensors by name"):
         CanonicalKVCaches.from_layers(np.zeros((4, 8)))
-    with pytest.raises(LayoutError, match="at least one layer"):
+    with pytest.raises(LayoutError, match="at least one KV-cache tensor"):
         CanonicalKVCaches.from_layers({})
 
 

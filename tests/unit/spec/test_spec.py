@@ -101,7 +101,7 @@ def test_a_name_is_registered_once(monkeypatch):
 
 def test_an_unknown_name_needs_a_module():
     """A-C4."""
-    with pytest.raises(ValueError, match=r"'Nope' is not registered .*CPUOffloadingSpec.*spec_module_path is not set"):
+    with pytest.raises(ValueError, match=r"'Nope' is not registered .*CPUOffloadingSpec.*or set spec_module_path"):
         OffloadingSpecFactory.create_spec(config(spec_name="Nope"), sizes(1024))
 
 
