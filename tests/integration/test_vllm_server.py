@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -22,6 +23,8 @@ from consumers import DYNAMO, call, dynamo, free_port, wait_for
 PYTHON = os.environ.get("KVOFFLOAD_VLLM_PYTHON", "")
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+_PAGE = (ROOT / "docs/vllm.md").read_text()
+THE_PAGES_COMMAND = re.search(r"^```console\n(.*?)^```", _PAGE, re.MULTILINE | re.DOTALL)[1]
 BLOCK = 32
 
 pytestmark = [
@@ -65,26 +68,28 @@ class Server:
 def running(folder, sockets):
     ports = [free_port() for _ in range(4)]
     server = Server(*ports)
-    extra = {
-        "spec_name": "KVOffloadSpec", "spec_module_path": "kvoffload.integrations.vllm", "cpu_bytes_to_use": "32MiB",
+    program, verb, _, option, text = shlex.split(THE_PAGES_COMMAND)
+    assert (program, verb, option) == ("vllm", "serve", "--kv-transfer-config")
+    transfer = json.loads(text)
+    transfer["kv_connector_extra_config"] |= {
+        "cpu_bytes_to_use": "32MiB",
         "events": {
             "endpoint": server.feed, "replay_endpoint": server.replay, "consumer": "dynamo",
             "merge_from": [server.engine_feed],
         },
     }  # fmt: skip
-    transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     engine_events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{ports[1]}"}
     env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
     env |= {"TMPDIR": sockets, "VLLM_RPC_BASE_PATH": sockets}
-    program = "import sys, pathlib, vllm_model as m; m.make_model(pathlib.Path(sys.argv[1]))"
-    subprocess.run(
-        [PYTHON, "-c", program, folder / "model"], env=env | {"PYTHONPATH": str(HERE)}, check=True, timeout=120
-    )
+    make = "import sys, pathlib, vllm_model as m; m.make_model(pathlib.Path(sys.argv[1]))"
+    subprocess.run([PYTHON, "-c", make, folder / "model"], env=env | {"PYTHONPATH": str(HERE)}, check=True, timeout=120)
     arguments = [
-        PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", folder / "model", "--served-model-name", "tiny",
+        # `vllm serve` looks for a distribution named vllm, and the CPU build is another: its module is started instead.
+        PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", folder / "model", option, json.dumps(transfer),
+        "--served-model-name", "tiny",
         "--host", "127.0.0.1", "--port", ports[0], "--block-size", BLOCK, "--num-gpu-blocks-override", 24,
         "--kv-cache-memory-bytes", 64 << 20, "--enforce-eager", "--max-model-len", 512, "--max-num-seqs", 8,
-        "--dtype", "float32", "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer),
+        "--dtype", "float32", "--enable-prompt-tokens-details",
         "--kv-events-config", json.dumps(engine_events),
     ]  # fmt: skip
     log = folder / "server.log"
