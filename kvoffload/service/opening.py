@@ -81,8 +81,8 @@ class Ground:
                 self.spec.host_bytes, "shared region"
             )  # before the manager's tables for so many blocks
             workers.provide(self.spec.get_manager().stats().capacity)
-        except BaseException:
-            workers.shutdown()
+        except BaseException as error:
+            workers.shutdown(why=f"its start failed: {str(error) or type(error).__name__}")
             raise
         return workers
 

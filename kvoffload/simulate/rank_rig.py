@@ -53,7 +53,7 @@ class RankRig:
         await in_thread(self.launcher.start, "kvoffload-ranks-start")
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            if self.launcher.ended():
+            if self.launcher.ended() and not self.workers.is_shut_down:  # else the start failed: its error tells why
                 await in_thread(self.launcher.start, "kvoffload-ranks-start")
 
     def _end(self) -> None:

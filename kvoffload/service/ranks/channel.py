@@ -18,6 +18,7 @@ import select
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal
 
 import zmq
@@ -77,6 +78,7 @@ class RankChannel:
         self._strangers: dict[int, Stranger] = {}
         self._region: SharedOffloadRegion | None = None
         self._stopping = False
+        self._given_up: str | None = None
         self._listener = meeting.listen(address)
         note_listener(self._listener)
         self._wake = CompletionBridge()
@@ -109,8 +111,9 @@ class RankChannel:
         self._region = region
         self._wake.notify()
 
-    def stop(self, timeout: float) -> None:
-        """End the thread and every connection; idempotent."""
+    def stop(self, timeout: float, why: str | None = None) -> None:
+        """End the thread and every connection; ranks that wait to be let in are told why. Idempotent."""
+        self._given_up = self._given_up or why
         self._stopping = True
         self._wake.notify()
         self._thread.join(timeout)
@@ -144,10 +147,21 @@ class RankChannel:
             self._listener.close()
             meeting.remove(self.address)
             self._wake.close()
+            self._say_why()
             for stranger in self._strangers.values():
                 stranger.sock.close()
             for peer in self._peers.values():
                 peer.close()
+
+    def _say_why(self) -> None:
+        """Tell ranks that wait to be let in why nobody will."""
+        if self._given_up is None:
+            return
+        goodbye = encode(Welcome(given_up=self._given_up))
+        waiting = [peer.sock for peer in self._peers.values() if not peer.invited]
+        for sock in (*waiting, *(stranger.sock for stranger in self._strangers.values())):
+            with suppress(OSError):  # it has gone, too
+                sock.send(goodbye)
 
     def _serve_once(self, router: zmq.Socket[bytes]) -> None:
         """Take what is there, then wait for news of those that are connected."""

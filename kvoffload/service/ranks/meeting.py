@@ -186,6 +186,8 @@ def introduce(sock: socket.socket, hello: Hello, timeout: float) -> tuple[Welcom
         welcome = decode_welcome(data)
         if welcome.refusal is not None:
             raise ConfigError(welcome.refusal)
+        if welcome.given_up is not None:
+            raise ClosedError(f"the deciding process went away: {welcome.given_up}")
         region = SharedOffloadRegion.receive(sock, hello.rank)
     except TimeoutError as error:
         raise ClosedError(f"the deciding process did not let this rank in within {timeout} s") from error

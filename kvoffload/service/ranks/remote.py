@@ -129,6 +129,11 @@ class RemoteWorkers:
             self._closing = True
             self._lock.notify_all()
 
+    @property
+    def is_shut_down(self) -> bool:
+        """Nothing can join any more."""
+        return self._closing
+
     def _go_on(self, done: int, total: int) -> None:
         """Pass on how far the region is; nobody waits until 100 GiB that nobody wants any more are reserved."""
         if self._closing:
@@ -245,16 +250,20 @@ class RemoteWorkers:
             self._book.report(reports)
         self._ring()
 
-    def shutdown(self, timeout: float = 10.0) -> None:
+    def shutdown(self, timeout: float = 10.0, why: str | None = None) -> None:
         """Stop the channel, let the ranks go, unmap the region; idempotent.
 
         Ranks learn of it by the end of their connection, finish their copies and wait for a new deciding process.
+
+        Args:
+            timeout: Seconds to wait for the thread.
+            why: What ranks that still wait to be let in are told.
         """
         self._process.check()
         self.give_up()
         with self._lock:
             region, self._region = self._region, None
-        self._channel.stop(timeout)
+        self._channel.stop(timeout, why)
         if region is not None:
             region.cleanup()
 

@@ -38,9 +38,15 @@ class Hello(msgspec.Struct):
 
 
 class Welcome(msgspec.Struct):
-    """What the deciding process answers: go on, or why not. The region's descriptor follows a `None` refusal."""
+    """What the deciding process answers: go on, or why not. The region's descriptor follows when neither is said.
+
+    Attributes:
+        refusal: Why this rank does not fit.
+        given_up: Why the deciding process ends; another one may come.
+    """
 
     refusal: str | None = None
+    given_up: str | None = None
     epoch: int = 0
     transport: Literal["zmq", "piggyback"] = "zmq"
     endpoint: str = ""

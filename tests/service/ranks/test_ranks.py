@@ -127,7 +127,7 @@ def test_rank_with_other_pages_is_refused_with_both_sides_named(make_ranks):
     with pytest.raises(kv.ConfigError, match=r"rank 1 has page_sizes \[128\], rank 0 has \[256\]"):
         engine.start()
     assert "rank 1 has page_sizes [128], rank 0 has [256]" in ranks.up(1)
-    assert "went away" in ranks.up(0)
+    assert "went away: its start failed: rank 1 has page_sizes [128]" in ranks.up(0)
 
 
 def test_smallest_number_of_gpu_blocks_counts(make_ranks):
