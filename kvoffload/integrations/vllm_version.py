@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 import sys
 
 from kvoffload.errors import ExtensionImportError
@@ -33,14 +34,29 @@ NAMES: dict[str, tuple[str, ...]] = {
     f"{_CONNECTOR}.base": ("KVConnectorTransferResults",),
     f"{_CONNECTOR}.offloading.common": ("OffloadingWorkerMetadata",),
     f"{_CONNECTOR}.offloading.metrics": ("OffloadingConnectorStats",),
+    f"{_CONNECTOR}.offloading.events": ("OffloadingEventGroupSpec",),
+    f"{_CONNECTOR}.offloading.scheduler": (
+        "GroupOffloadConfig", "OffloadingConnectorScheduler", "SchedulerOffloadConfig",
+    ),
+    f"{_CONNECTOR}.offloading.worker": ("OffloadingConnectorWorker",),
     f"{_CONNECTOR}.offloading_connector": ("OffloadingConnector",),
 }  # fmt: skip
-"""Every vLLM name that the adapter uses, by module."""
+"""Every vLLM name that the adapter uses, by module; the last ones are classes whose attributes it reads."""
 
 MEMBERS: dict[str, tuple[str, ...]] = {
     f"{_CONNECTOR}.offloading_connector:OffloadingConnector": (
         "on_new_request", "get_transfer_results", "build_connector_worker_meta", "update_connector_output",
+        "connector_scheduler", "connector_worker",
     ),
+    f"{_CONNECTOR}.offloading.scheduler:OffloadingConnectorScheduler": ("config", "manager"),
+    f"{_CONNECTOR}.offloading.scheduler:SchedulerOffloadConfig": ("kv_group_configs",),
+    f"{_CONNECTOR}.offloading.scheduler:GroupOffloadConfig": (
+        "group_idx", "tokens_per_block", "tokens_per_chunk", "kv_event_group_spec",
+    ),
+    f"{_CONNECTOR}.offloading.events:OffloadingEventGroupSpec": (
+        "kv_cache_spec_kind", "kv_cache_spec_sliding_window",
+    ),
+    f"{_CONNECTOR}.offloading.worker:OffloadingConnectorWorker": ("worker",),
     f"{_CONNECTOR}.base:KVConnectorTransferResults": ("failed_recving",),
     f"{_CONNECTOR}.offloading.common:OffloadingWorkerMetadata": ("completed_jobs", "transfer_stats", "aggregate"),
     "vllm.v1.kv_offload.base:ReqContext": (
@@ -112,5 +128,8 @@ def _missing_names() -> list[str]:
 
 
 def _has(owner: type, name: str) -> bool:
-    """Whether objects of a class have the name; a field without a plain default is no attribute of the class."""
-    return hasattr(owner, name) or name in getattr(owner, "__dataclass_fields__", {})
+    """Whether objects of a class have the name: the class does, it is a field, or `__init__` names it."""
+    if hasattr(owner, name) or name in getattr(owner, "__dataclass_fields__", {}):
+        return True
+    code = getattr(inspect.unwrap(owner.__init__), "__code__", None)  # type: ignore[misc]  # of this very class
+    return code is not None and name in code.co_names

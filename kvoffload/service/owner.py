@@ -37,9 +37,16 @@ class SingleOwner:
         if self._closed:
             raise ClosedError("the engine is closed: make a new one")
         if self._owner != threading.get_ident() or self._pid != os.getpid():
-            self._complain()
+            self.check_owner()
 
-    def _complain(self) -> None:
+    def check_owner(self) -> None:
+        """Refuse use before the start, from another thread, or after fork; a closed engine is fine.
+
+        Raises:
+            UsageError: Not started, another thread, or another process than the owner.
+        """
+        if self._owner == threading.get_ident() and self._pid == os.getpid():
+            return
         if not self._started:
             raise UsageError(_NOT_STARTED)
         if self._pid != os.getpid():

@@ -22,6 +22,8 @@ def explain(core: Core, per_group: Sequence[Sequence[OffloadKey]], looks: Sequen
             state, age = "ready" if found.ready else "pending", None
             if not reachable and found.ready:
                 state = "unreachable"
+            elif found.ready and not core.serving:
+                state = "unserved"
             reachable = reachable and bool(found.ready or found.pending)
             if not found.ready and not found.pending:
                 fate = core.history.fate(key)

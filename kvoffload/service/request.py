@@ -281,9 +281,14 @@ class OffloadRequest:
     def when_released(self, blocks: Sequence[int], callback: Free) -> None:
         """Call `callback` with those of `blocks` that no copy can touch, now and later, each once.
 
-        For blocks that the caller took out of `gpu_blocks`: blocks that stay in it go to `free` as well.
+        For blocks that the caller took out of `gpu_blocks`: blocks that stay in it go to `free` as well. It may
+        be called after the request was left and the service closed: copies may still run.
+
+        Raises:
+            UsageError: Called on another thread than the loop's, after fork, or before the service was entered.
         """
         check_free(callback, "callback")
         blocks = as_list(blocks, "blocks", "GPU block ids")
+        self.engine.check_owner()
         self._loads.take_back(blocks)
         self.engine.give_back(blocks, callback)

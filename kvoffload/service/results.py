@@ -125,8 +125,9 @@ class BlockReport:
     Attributes:
         first_block: Its first engine block.
         group: Its KV-cache group.
-        state: What is so now: `ready`, `pending`, `unreachable` (held, but a block before it is not), `evicted`,
-            `filtered`, `rejected`, `failed`, `reset`, `discarded` or `never offered`.
+        state: What is so now: `ready`, `pending`, `unserved` (held, but nothing is served now: `health()` says why),
+            `unreachable` (held, but a block before it is not), `evicted`, `filtered`, `rejected`, `failed`, `reset`,
+            `discarded` or `never offered`.
         seconds_ago: Age of that state, where it is remembered.
         found: What the request found when it first looked: `ready`, `pending`, or why it missed: `new` (nothing was
             known of the key), else as in `state`. None: it has not looked, or the block came later.

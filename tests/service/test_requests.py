@@ -401,16 +401,37 @@ async def test_calls_from_another_thread_are_refused_before_anything_changes():
         caught = []
 
         def call():
-            try:
-                request.store(computed_tokens=12, ready="host-visible")
-            except kv.UsageError as error:
-                caught.append(str(error))
+            for step in (
+                lambda: request.store(computed_tokens=12, ready="host-visible"),
+                lambda: request.when_released([0], caught.append),
+            ):
+                try:
+                    step()
+                except kv.UsageError as error:
+                    caught.append(str(error))
 
         thread = threading.Thread(target=call)
         thread.start()
         thread.join()
-        assert "belongs to thread" in caught[0]
+        assert ["belongs to thread" in message for message in caught] == [True, True]
         assert service.stats().manager.reserved == 0
+
+
+async def test_blocks_are_given_back_after_the_request_was_left_and_the_service_closed():
+    rig, told = Rig(), []
+    service = rig.service()
+    async with service, _request(rig, service) as request:
+        pass
+    request.when_released([7], told.extend)
+    assert told == [7]
+
+
+async def test_blocks_of_a_service_that_was_not_entered_are_not_given_back():
+    rig = Rig()
+    service = rig.service()
+    request = service.request("r", kv.BlockChain(service.engine.geometry.groups), gpu_blocks=[0], free=None)
+    with pytest.raises(kv.UsageError, match="not started"):
+        request.when_released([0], list)
 
 
 def test_engine_that_was_never_started_closes_and_reports():

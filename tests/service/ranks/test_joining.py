@@ -233,6 +233,23 @@ def test_rank_that_comes_again_gets_the_commands_of_its_own_life_only(make_world
         assert {(first.stored, first.failed), (second.stored, second.failed)} == {(0, 1), (1, 0)}
 
 
+def test_blocks_are_explained_as_unserved_while_a_rank_is_missing(make_world):
+    world = make_world()
+    for rank in (0, 1):
+        world.join(world.rank(rank))
+    with world.engine() as engine:
+        world.settle()
+        assert store_and_load(world, engine, 1)
+        assert [report.state for report in engine.explain("1")] == ["ready", "ready"]
+        world.ranks[1].close()
+        until(lambda: engine.poll() == [] and not engine.health().ok)
+        assert [report.state for report in engine.explain("1")] == ["unserved", "unserved"]
+        world.join(world.ranks[1])
+        world.settle()
+        until(lambda: engine.poll() == [] and engine.health().ok)
+        assert [report.state for report in engine.explain("1")] == ["ready", "ready"]
+
+
 def test_rank_with_fewer_gpu_blocks_may_not_take_the_place(make_world):
     world = make_world()
     for rank in (0, 1):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import NamedTuple
 
 VERSION = "0.32.0"
 
@@ -168,6 +169,33 @@ class OffloadingConnectorStats:
         self.counters[name] = self.counters.get(name, 0) + value
 
 
+class OffloadingEventGroupSpec(NamedTuple):
+    kv_cache_spec_kind: str | None
+    kv_cache_spec_sliding_window: int | None
+
+
+class GroupOffloadConfig(NamedTuple):
+    group_idx: int
+    tokens_per_block: int
+    tokens_per_chunk: int
+    kv_event_group_spec: OffloadingEventGroupSpec
+
+
+class SchedulerOffloadConfig(NamedTuple):
+    kv_group_configs: tuple[GroupOffloadConfig, ...]
+
+
+class OffloadingConnectorScheduler:
+    def __init__(self, manager, config):
+        self.manager = manager
+        self.config = config
+
+
+class OffloadingConnectorWorker:
+    def __init__(self, worker):
+        self.worker = worker
+
+
 class OffloadingConnector:
     """vLLM's connector as far as the wrapped methods go; `calls` says what reached it."""
 
@@ -176,16 +204,10 @@ class OffloadingConnector:
         self.connector_scheduler = None
         self.connector_worker = None
         if manager is not None:
-            group = SimpleNamespace(
-                group_idx=0, tokens_per_block=4, tokens_per_chunk=8,
-                kv_event_group_spec=SimpleNamespace(
-                    kv_cache_spec_kind="full_attention", kv_cache_spec_sliding_window=None
-                ),
-            )  # fmt: skip
-            config = SimpleNamespace(kv_group_configs=(group,))
-            self.connector_scheduler = SimpleNamespace(manager=manager, config=config)
+            group = GroupOffloadConfig(0, 4, 8, OffloadingEventGroupSpec("full_attention", None))
+            self.connector_scheduler = OffloadingConnectorScheduler(manager, SchedulerOffloadConfig((group,)))
         if worker is not None:
-            self.connector_worker = SimpleNamespace(worker=worker)
+            self.connector_worker = OffloadingConnectorWorker(worker)
 
     def on_new_request(self, request):
         self.calls.append(("on_new_request", request.request_id))

@@ -105,7 +105,17 @@ def test_the_check_knows_every_name_that_the_adapter_imports_from_vllm():
 
 @pytest.mark.parametrize(
     ("owner", "member"),
-    [("KVConnectorTransferResults", "failed_recving"), ("ReqContext", "_offload_key_positions")],
+    [
+        ("KVConnectorTransferResults", "failed_recving"),
+        ("ReqContext", "_offload_key_positions"),
+        ("OffloadingConnector", "connector_scheduler"),
+        ("OffloadingConnector", "connector_worker"),
+        ("OffloadingConnectorScheduler", "config"),
+        ("OffloadingConnectorWorker", "worker"),
+        ("SchedulerOffloadConfig", "kv_group_configs"),
+        ("GroupOffloadConfig", "tokens_per_chunk"),
+        ("OffloadingEventGroupSpec", "kv_cache_spec_kind"),
+    ],
 )
 def test_a_patch_release_without_a_field_that_the_adapter_reads_is_refused_by_its_name(
     fake, monkeypatch, owner, member
