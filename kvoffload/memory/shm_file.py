@@ -104,7 +104,7 @@ def join_or_create(
     system: preflight.SystemPaths = preflight.SYSTEM,
     progress: Progress | None = None,
 ) -> SharedFile:
-    """Open the file that live processes share under this name, or make it; leftovers of dead ones are removed.
+    """Open the file that live processes share under this name, or make it, and then remove leftovers of dead ones.
 
     Blocks while another process makes it; call it in a thread.
 
@@ -163,6 +163,7 @@ def _join(path: Path, size_bytes: int) -> SharedFile | None:
 
 
 def _create(path: Path, size_bytes: int, system: preflight.SystemPaths, progress: Progress | None) -> SharedFile:
+    find_leftovers(system, remove=True)  # an engine's id is another in each life: nobody else comes for them
     preflight.check_shm(size_bytes, str(path), system)
     preflight.check_memory(size_bytes, str(path), system)
     try:

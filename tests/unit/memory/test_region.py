@@ -169,6 +169,14 @@ def test_leftover_of_a_dead_process_is_replaced_not_adopted(make, system):
     assert not region.whole().any()
 
 
+def test_next_region_of_any_name_sweeps_leftovers_and_leaves_what_is_in_use(make, system):
+    make(0)
+    (system.shm / "kvoffload_dead.mmap").write_bytes(b"x" * 4096)
+    (system.shm / "kvoffload_dead.lock").touch()
+    SharedOffloadRegion("two", 800, 4, 0, 2, 100, system=system).cleanup()
+    assert names(system) == ["kvoffload_one.mmap"]
+
+
 def test_leftovers_are_found_and_files_in_use_are_not(make, system):
     make(0)
     (system.shm / "kvoffload_dead.mmap").write_bytes(b"x" * 4096)
