@@ -1,4 +1,6 @@
 # The public names, for type checkers: at run time they are resolved on first use (see __init__.py).
+from kvoffload.chain import BlockChain as BlockChain
+from kvoffload.chain import GroupLayout as GroupLayout
 from kvoffload.config import EventsConfig as EventsConfig
 from kvoffload.config import OffloadConfig as OffloadConfig
 from kvoffload.errors import ClosedError as ClosedError
@@ -11,10 +13,8 @@ from kvoffload.errors import TransferError as TransferError
 from kvoffload.errors import UndrainedCopies as UndrainedCopies
 from kvoffload.errors import UnsupportedError as UnsupportedError
 from kvoffload.errors import UsageError as UsageError
-from kvoffload.keys import BlockChain as BlockChain
 from kvoffload.keys import BlockHash as BlockHash
 from kvoffload.keys import BlockInfo as BlockInfo
-from kvoffload.keys import GroupLayout as GroupLayout
 from kvoffload.keys import OffloadKey as OffloadKey
 from kvoffload.keys import get_offload_block_hash as get_offload_block_hash
 from kvoffload.keys import get_offload_group_idx as get_offload_group_idx

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 
+from kvoffload.chain import GroupLayout
 from kvoffload.config_errors import ENV_PREFIX, Places, config_error, shown, unknown_key
 from kvoffload.config_values import SIZE, block_sizes, integer, items, real, size_in_bytes, switch
 from kvoffload.errors import ConfigError
-from kvoffload.keys import GroupLayout
 
 # What Kubernetes injects into every pod for a Service whose name starts with "kvoffload".
 _KUBERNETES_LINK = re.compile(

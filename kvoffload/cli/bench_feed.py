@@ -25,13 +25,14 @@ from typing import Any
 import msgspec
 import zmq
 
+from kvoffload.chain import BlockChain, GroupLayout
 from kvoffload.cli.values import add_json, add_repeat, positive
 from kvoffload.config import EventsConfig
 from kvoffload.events.journal import Journal
 from kvoffload.events.publisher import FeedPublisher
 from kvoffload.events.residency import Residency
 from kvoffload.events.wire import BlockStored, Codec
-from kvoffload.keys import BlockChain, BlockInfo, GroupLayout, OffloadKey
+from kvoffload.keys import BlockInfo, OffloadKey
 from kvoffload.manager.base import OffloadingEvent
 
 _BLOCK_TOKENS = 16

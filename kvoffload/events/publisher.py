@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import zmq
 
+from kvoffload.chain import BlockChain
 from kvoffload.config import EventsConfig, OffloadConfig
 from kvoffload.errors import ConfigError
 from kvoffload.events.description import PublisherStats, describe_lane
@@ -27,7 +28,7 @@ from kvoffload.events.replay import ReplayServer
 from kvoffload.events.settings import default_instance_id, resolve
 from kvoffload.events.wire import BlockStored, Hash
 from kvoffload.events.withheld import REASONS
-from kvoffload.keys import BlockChain, BlockInfo, OffloadKey
+from kvoffload.keys import BlockInfo, OffloadKey
 from kvoffload.manager.base import OffloadingEvent
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,9 @@ from collections.abc import Collection, Iterable
 from numbers import Real
 from typing import SupportsIndex, TypeVar
 
+from kvoffload.chain import BlockChain
 from kvoffload.errors import UsageError
-from kvoffload.keys import BlockChain, OffloadKey
+from kvoffload.keys import OffloadKey
 from kvoffload.manager.base import ReqContext, RequestOutcome
 from kvoffload.transfer.base import HOST_VISIBLE, Ready
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvoffload.chain import BlockChain
 from kvoffload.errors import ClosedError
-from kvoffload.keys import BlockChain, BlockInfo, OffloadKey
+from kvoffload.keys import BlockInfo, OffloadKey
 from kvoffload.manager.base import (
     EventSink,
     MetricsSink,

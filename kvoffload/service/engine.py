@@ -12,8 +12,9 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from kvoffload.chain import BlockChain
 from kvoffload.errors import UsageError
-from kvoffload.keys import BlockChain, OffloadKey
+from kvoffload.keys import OffloadKey
 from kvoffload.manager.base import ReqContext, RequestOutcome
 from kvoffload.manager.specs import GPULoadStoreSpec
 from kvoffload.service.arguments import (

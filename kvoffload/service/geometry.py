@@ -9,9 +9,10 @@ import math
 from collections.abc import Sequence
 from typing import Self
 
+from kvoffload.chain import GroupLayout
 from kvoffload.config import OffloadConfig
 from kvoffload.errors import UsageError
-from kvoffload.keys import GroupLayout, OffloadKey
+from kvoffload.keys import OffloadKey
 from kvoffload.manager.specs import GPULoadStoreSpec
 
 Tables = Sequence[Sequence[int]]

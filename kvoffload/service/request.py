@@ -12,8 +12,8 @@ from collections.abc import Callable, MutableSequence, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from kvoffload.chain import BlockChain
 from kvoffload.errors import ClosedError, UsageError
-from kvoffload.keys import BlockChain
 from kvoffload.manager.base import ReqContext, RequestOutcome
 from kvoffload.manager.specs import GPULoadStoreSpec
 from kvoffload.service.arguments import as_list, check_free, check_request, check_timeout, whole_number

@@ -6,8 +6,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 
+from kvoffload.chain import BlockChain
 from kvoffload.errors import UsageError
-from kvoffload.keys import BlockChain, OffloadKey
+from kvoffload.keys import OffloadKey
 from kvoffload.manager.base import ReqContext, RequestOutcome
 from kvoffload.service.arguments import check_request, check_request_id
 from kvoffload.service.core import Core, FirstLook, RequestState

@@ -14,9 +14,10 @@ from collections.abc import Callable, Collection, Iterable, MutableSequence, Seq
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from kvoffload.chain import BlockChain
 from kvoffload.config import OffloadConfig
 from kvoffload.errors import ClosedError, UsageError
-from kvoffload.keys import BlockChain, OffloadKey
+from kvoffload.keys import OffloadKey
 from kvoffload.manager.base import EventSink, MetricsSink, ReqContext
 from kvoffload.memory.canonical import CanonicalKVCaches
 from kvoffload.service.arguments import check_timeout

@@ -14,9 +14,9 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager
 
+from kvoffload.chain import BlockChain, GroupLayout
 from kvoffload.config import EventsConfig
 from kvoffload.events.publisher import FeedPublisher
-from kvoffload.keys import BlockChain, GroupLayout
 from kvoffload.manager.base import OffloadingEvent
 
 BLOCK = 16

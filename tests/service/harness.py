@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from kvoffload.chain import BlockChain
 from kvoffload.config import OffloadConfig
-from kvoffload.keys import BlockChain
 from kvoffload.manager.base import OffloadingManager
 from kvoffload.manager.cpu import CPUOffloadingManager
 from kvoffload.manager.reuse_filter import FilterReusedOffloadingManager

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvoffload.chain import BlockChain, GroupLayout
 from kvoffload.errors import UsageError
 from kvoffload.keys import (
-    BlockChain,
-    GroupLayout,
     chain_root,
     encode_extra,
     get_offload_block_hash,
@@ -30,7 +29,7 @@ TOKENS = list(range(64))
 def test_two_processes_derive_the_same_keys():
     """A-C5."""
     code = (
-        "from kvoffload.keys import *\n"
+        "from kvoffload.chain import BlockChain, GroupLayout\n"
         "chain = BlockChain([GroupLayout(16)], range(64), extra_keys=[None, ('image', 7), None])\n"
         "print([bytes(key).hex() for key in chain.keys(0)])"
     )

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import zmq
 
+from kvoffload.chain import BlockChain, GroupLayout
 from kvoffload.config import EventsConfig
 from kvoffload.events.publisher import FeedPublisher
 from kvoffload.events.wire import END_SEQUENCE, AllBlocksCleared, BlockStored, decode_batch
-from kvoffload.keys import BlockChain, GroupLayout
 from kvoffload.manager.base import OffloadingEvent
 
 BLOCK = 4

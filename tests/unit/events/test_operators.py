@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from feedkit import BLOCK, Reader, chain, names, publisher, removed, stored
 
+from kvoffload.chain import BlockChain, GroupLayout
 from kvoffload.cli import feed_verify
 from kvoffload.config import EventsConfig
 from kvoffload.errors import ConfigError
@@ -18,7 +19,6 @@ from kvoffload.events.replay import snapshot_payloads
 from kvoffload.events.settings import resolve
 from kvoffload.events.verify import diagnose, probes
 from kvoffload.events.wire import BlockRemoved, decode_batch
-from kvoffload.keys import BlockChain, GroupLayout
 from kvoffload.manager.base import ReqContext
 from kvoffload.manager.cpu import CPUOffloadingManager
 

@@ -247,7 +247,7 @@ def test_nonsense_from_the_caller_is_counted_and_the_feed_goes_on():
 
 
 def test_an_offloaded_block_announces_each_engine_block_and_shared_ones_once():
-    from kvoffload.keys import BlockChain, GroupLayout
+    from kvoffload.chain import BlockChain, GroupLayout
 
     one = BlockChain([GroupLayout(BLOCK, 3)], range(24))
     two = BlockChain([GroupLayout(BLOCK, 3)], [*range(20), 7, 7, 7, 7])
