@@ -1,4 +1,4 @@
-"""A streaming front end that offloads its KV cache. `pip install fastapi uvicorn`, then `uvicorn embed:app`."""
+"""A streaming front end (fastapi, uvicorn) that offloads: `uvicorn --app-dir docs/examples embed:app`"""
 
 import uuid
 from collections.abc import AsyncIterator, Sequence

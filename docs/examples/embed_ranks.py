@@ -1,6 +1,6 @@
 """The front end of embed.py over two ranks: the service decides here, each rank process moves its own bytes.
 
-`pip install fastapi uvicorn`, then `uvicorn embed_ranks:app`.
+`pip install fastapi uvicorn`, then `uvicorn --app-dir docs/examples embed_ranks:app`.
 """
 
 import asyncio

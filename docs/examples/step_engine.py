@@ -1,4 +1,4 @@
-"""A stepping engine core with two ranks; commands travel in its own step messages. `python step_engine.py`"""
+"""A stepping engine core with two ranks: commands in its own step messages. `python docs/examples/step_engine.py`"""
 
 import multiprocessing
 from dataclasses import dataclass
