@@ -207,7 +207,7 @@ class OffloadConfig(_Model):
     debug_checks: bool = False
     """Check the books after each step, paint freed GPU blocks and compare checksums (host memory); slow."""
     events: Annotated[EventsConfig | None, BeforeValidator(_events)] = None
-    """The events feed; None: off."""
+    """The events feed; true: with its defaults, None: off."""
 
     @model_validator(mode="after")
     def _check_blocks(self) -> Self:
