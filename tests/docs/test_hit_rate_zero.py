@@ -19,7 +19,9 @@ BLOCK, PROMPT, OTHER = 4, list(range(16)), list(range(100, 116))
 
 def advice(found, state):
     """What the guide says where `explain` shows this; the row that names the state, where one does."""
-    rows = [row for row in ROWS if (f"`{found}`" if found else "None") in row[0] and row[1] in ("", f"`{state}`")]
+    name = f"`{found}`" if found else "None"
+    rows = [row for row in ROWS if (name in row[0] or "any" in row[0].split()) and row[1] in ("", f"`{state}`")]
+    rows = [row for row in rows if row[1]] or rows
     assert len(rows) == 1, (found, state, rows)
     return rows[0][2]
 
@@ -152,3 +154,25 @@ async def test_held_blocks_that_are_not_loaded_are_ready(tokens, table):
         assert (await turn(service, "again", tokens, store=False, table=table)).num_tokens == 0
         assert service.explain("again")[0].found == "ready"
     assert "`leave_tokens`" in advice("ready", "ready")
+
+
+@pytest.mark.parametrize("looked", [False, True])
+async def test_blocks_of_a_sick_service_are_unserved(looked, caplog):
+    async with make() as service:
+        await turn(service, "first")
+        if looked:
+            await turn(service, "again", store=False)
+        service.engine.break_down("a test", OSError("device lost"))
+        name = "again" if looked else "late"
+        if not looked:
+            assert (await turn(service, name, store=False)).outcome is kv.LoadOutcome.UNHEALTHY
+        block = service.explain(name)[0]
+        assert (block.found, block.state) == ("ready" if looked else None, "unserved")
+        assert "`service.health()`" in advice(block.found, block.state)
+
+
+async def test_a_load_that_was_refused_has_found_nothing():
+    async with make(enabled=False) as service:
+        assert (await turn(service, "first", store=False)).reason == "disabled"
+        block = service.explain("first")[0]
+        assert "`disabled`" in advice(block.found, block.state)
