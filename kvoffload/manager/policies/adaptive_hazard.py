@@ -66,23 +66,23 @@ class ReuseClass(Sums):
 
     Attributes:
         key: Kind, level, hint, priority.
-        number: Order of creation: breaks ties.
         margins: Sums over wider sets of classes that hold this one: its kind first, then its level, its hint.
         rank: Gittins index by age bin, times 2 to the power of the priority.
+        ranked_blocks: How many blocks had been watched, fading, when that was computed; at least one.
         in_heap: Bins whose cell has an entry of the current rank in the heap.
         cells: Evictable nodes by age bin, the longest unused first.
         exposures: Watched nodes by age bin, the same order.
     """
 
-    __slots__ = ("cells", "exposures", "in_heap", "key", "margins", "number", "rank", "worth")
+    __slots__ = ("cells", "exposures", "in_heap", "key", "margins", "rank", "ranked_blocks", "worth")
 
-    def __init__(self, key: ClassKey, margins: tuple[Sums, ...], number: int) -> None:
+    def __init__(self, key: ClassKey, margins: tuple[Sums, ...]) -> None:
         super().__init__()
         self.key = key
         self.margins = margins
-        self.number = number
         self.worth = 2.0 ** key[3]
         self.rank = [0.0] * BINS
+        self.ranked_blocks = 1.0
         self.in_heap = [False] * BINS
         self.cells: list[OrderedDict[Node, None]] = [OrderedDict() for _ in range(BINS)]
         self.exposures: list[OrderedDict[Node, None]] = [OrderedDict() for _ in range(BINS)]
@@ -111,4 +111,5 @@ class ReuseClass(Sums):
                 survival *= more_survival
             stack.append((reuses, seconds, survival))
             rank[index] = worth * reuses / seconds
+        self.ranked_blocks = self.exposed[0] + 1.0
         self.in_heap = [False] * BINS

@@ -21,7 +21,7 @@ class RequestState:
         matched: Per chain, how many leading keys were known before it.
         open: False once it ended or its claim on its nodes was given up.
         start: Policy time at which it came; None when nobody said.
-        prospects: Rank that each of its nodes can expect, computed when a store has to evict.
+        prospects: Kind and levels that each of its nodes can get, once a store had to evict.
         storing: Some of its new keys were found worth a copy.
         declined: From some key on, nothing more is stored.
     """
@@ -32,7 +32,7 @@ class RequestState:
         self.chains = chains
         self.matched = [0] * len(chains)
         self.open = True
-        self.prospects: dict[Node, float] | None = None
+        self.prospects: dict[Node, tuple[int, tuple[int, ...]]] | None = None
         self.start: float | None = None
         self.storing = False
         self.declined = False

@@ -67,10 +67,13 @@ class RequestLearner:
     def begin(self, state: RequestState) -> None:
         """Claim the nodes of a new request, and count what it finds here and in the shadow."""
         self._shadow.request += 1
-        state.matched = [self._enter(chain, state) for chain in state.chains]
+        entered = [self._enter(chain, state) for chain in state.chains]
+        state.matched = [known for known, _, _ in entered]
+        own, lru = sum(own for _, own, _ in entered), sum(lru for _, _, lru in entered)
+        self._guard.count(own, lru, sum(map(len, state.chains)))
 
-    def _enter(self, chain: list[OffloadKey], state: RequestState) -> int:
-        """Claim the nodes of one chain; return how many leading keys were known."""
+    def _enter(self, chain: list[OffloadKey], state: RequestState) -> tuple[int, int, int]:
+        """Claim the nodes of one chain; return how many leading keys were known, found here, and in the shadow."""
         path, known = self._tree.walk(chain, state)
         shadow = self._shadow
         own = lru = total = 0
@@ -91,8 +94,7 @@ class RequestLearner:
                 lru_whole = False
             node.touched = shadow.request
         shadow.enter(total)
-        self._guard.count(own, lru, len(chain))
-        return known
+        return known, own, lru
 
     def again(self, state: RequestState, chains: list[list[OffloadKey]]) -> None:
         """Claim the nodes of a request that is tried once more, with more keys perhaps; nothing is counted."""
@@ -136,37 +138,40 @@ class RequestLearner:
             return list(keys)
         prospects = state.prospects
         if prospects is None:
-            prospects = state.prospects = self._prospects(state, clamp_priority(priority))
+            prospects = state.prospects = self._prospects(state)
         node_of = self._tree.node_of
+        last: Node | None = None
         for index, key in enumerate(keys):
             node = node_of[key]
-            rank = prospects.get(node)
-            if rank is None:
+            if node is last:
                 continue
+            last = node
+            prospect = prospects.get(node)
+            if prospect is None:
+                continue
+            rank = self._table.expected_rank(*prospect, clamp_priority(priority))
             fresh = node.count == 0
             if rank < lowest[0] * (_ADMIT_RATIO if fresh and not state.storing else 1.0):
                 return list(keys[:index])
             state.storing |= fresh
         return list(keys)
 
-    def _prospects(self, state: RequestState, priority: int) -> dict[Node, float]:
-        """Return the rank that each node of an open request can expect at its end."""
-        table = self._table
-        ranks: dict[Node, float] = {}
+    def _prospects(self, state: RequestState) -> dict[Node, tuple[int, tuple[int, ...]]]:
+        """Return what each node of an open request can be at its end: kind, and levels."""
+        roles: dict[Node, tuple[int, tuple[int, ...]]] = {}
         for chain, matched in zip(state.chains, state.matched, strict=True):
             path, _ = self._tree.walk(chain, state)
             known = self._known_nodes(path, matched)
             continues, fork = _role(path[:known])
-            fresh = sum(len(node.keys) for node in path[known:]) * table.weight
+            fresh = sum(len(node.keys) for node in path[known:]) * self._table.weight
             levels = tuple(reuse_level(answer, fresh) for answer in _ANSWER_LENGTHS)
-            private = table.expected_rank(PRIVATE_PATH, levels, priority)
-            tail = table.expected_rank(LATER_TURN if continues else FIRST_TURN, levels, priority)
+            tail = LATER_TURN if continues else FIRST_TURN
             for index, node in enumerate(path):
                 if index <= fork:
-                    ranks[node] = table.get((SHARED, _popularity(node.count + 1), 0, priority)).rank[0]
+                    roles[node] = SHARED, (_popularity(node.count + 1),)
                 else:
-                    ranks[node] = private if index < known else tail
-        return ranks
+                    roles[node] = PRIVATE_PATH if index < known else tail, levels
+        return roles
 
     # ---- it ends
 
@@ -198,8 +203,8 @@ class RequestLearner:
         hint, priority = ending.hint, ending.priority
         fresh = sum(len(node.keys) for node in path[known:]) * table.weight
         level = reuse_level(ending.answer_tokens, fresh)
-        private = table.get((PRIVATE_PATH, level, hint, priority))
-        tail = table.get((LATER_TURN if continues else FIRST_TURN, level, hint, priority))
+        private = PRIVATE_PATH, level, hint, priority
+        tail = LATER_TURN if continues else FIRST_TURN, level, hint, priority
         for index, node in enumerate(path):
             node.count += 1
             if node.count == 1 and node.parent is not None:
@@ -212,7 +217,7 @@ class RequestLearner:
             if index <= fork or (index >= known and node.count > 1):  # also what another request used meanwhile
                 table.watch(node, table.get((SHARED, _popularity(node.count), 0, priority)))
             else:
-                table.watch(node, private if index < known else tail)
+                table.watch(node, table.get(private if index < known else tail))
         end = path[-1]
         if known < len(path) or continues or end.turn == NO_CONVERSATION:
             end.turn = turn
@@ -246,17 +251,20 @@ class RequestLearner:
         merged: list[Node] = []
         for index, node in enumerate(path):
             above = merged[-1] if merged else None
-            below = path[index + 1] if index + 1 < len(path) else None
+            joined: Node | None = None
             if (
-                above is None
-                or above.forks != 1
-                or above.reuse is not node.reuse
-                or above.touched != node.touched
-                or above.busy is not node.busy
-                or node.parent is not above
-                or not self._tree.absorb(above, node, below)
+                above is not None
+                and above.forks == 1
+                and above.reuse is node.reuse
+                and above.touched == node.touched
+                and above.busy is node.busy
+                and node.parent is above
             ):
+                joined = self._tree.join(above, node, path[index + 1] if index + 1 < len(path) else None)
+            if joined is None:
                 merged.append(node)
+            else:
+                merged[-1] = joined
         return merged
 
 

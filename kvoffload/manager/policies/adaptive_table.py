@@ -20,14 +20,12 @@ from kvoffload.manager.policies.adaptive_node import Node
 _PRIOR_HAZARD = 0.06
 _KIND_WEIGHT = 240.0
 _SCAN_SHARE = 0.125
-_MAX_RERANKS = 2
+_RERANK_REQUESTS = 50
+_RERANKS_AT_ONCE = 64
 
 
 class ReuseTable:
     """All classes, the eviction order over them, and the clock that moves nodes from bin to bin.
-
-    Args:
-        rerank_requests: Within this many requests every class is reranked once (later if there are very many).
 
     Attributes:
         classes: By key.
@@ -43,21 +41,21 @@ class ReuseTable:
         "_heap",
         "_margins",
         "_next_due",
-        "_rerank_requests",
+        "_requests",
         "classes",
         "now",
         "weight",
     )
 
-    def __init__(self, rerank_requests: int = 50) -> None:
+    def __init__(self) -> None:
         self.weight = 1.0
         self.now = 0.0
         self.classes: dict[ClassKey, ReuseClass] = {}
         self._margins: dict[tuple[int, int, int], Sums] = {}  # kind, level or -1, hint or -1
-        self._rerank_requests = rerank_requests
+        self._requests = 0
         self._base: dict[int, list[float]] = {}
         self._cursor: list[ReuseClass] = []
-        self._heap: list[tuple[float, int, int, ReuseClass]] = []
+        self._heap: list[tuple[float, ClassKey, int, ReuseClass]] = []
         self._expected: dict[tuple[int, tuple[int, ...], int], float] = {}
         self._due = [0.0] * (BINS - 1)
         self._next_due = 0.0
@@ -71,9 +69,8 @@ class ReuseTable:
             if kind != SHARED:
                 wider += [(kind, level, -1), (kind, -1, hint)] if hint else [(kind, level, -1)]
             margins = tuple(self._margins.setdefault(name, Sums()) for name in wider)
-            found = self.classes[key] = ReuseClass(key, margins, len(self.classes))
-            if kind not in self._base:
-                self._update_base()
+            found = self.classes[key] = ReuseClass(key, margins)
+            self._update_base()
             found.update_rank(self._base[kind])
         return found
 
@@ -93,10 +90,13 @@ class ReuseTable:
         cell[node] = None
         if not reuse.in_heap[index]:
             reuse.in_heap[index] = True
-            heappush(self._heap, (reuse.rank[index], reuse.number, index, reuse))
+            heappush(self._heap, (reuse.rank[index], reuse.key, index, reuse))
 
     def watch(self, node: Node, reuse: ReuseClass) -> None:
         """Start a new life of `node` now, in class `reuse`."""
+        if not reuse.exposed[0]:
+            self._begin_pass()
+            self._continue_pass()
         node.leave_cell()
         node.leave_exposure()
         node.reuse = reuse
@@ -117,15 +117,15 @@ class ReuseTable:
             margin.asked[index] += weight
 
     def advance(self, now: float) -> None:
-        """Move the clock: nodes that outlived their bin enter the next one, or several after a pause.
+        """Move the clock: nodes that outlived their bin enter the next one.
 
-        A bin waits an eighth of its width for its next scan.
+        A bin waits an eighth of its width for its next scan, and a node moves by one bin in a call.
         """
         self.now = now
         if now < self._next_due:
             return
         due = self._due
-        bins = [index for index in range(BINS - 1) if now >= due[index]]
+        bins = [index for index in range(BINS - 2, -1, -1) if now >= due[index]]
         for index in bins:
             due[index] = now + (EDGES_SECONDS[index + 1] - EDGES_SECONDS[index]) * _SCAN_SHARE
         self._next_due = min(due)
@@ -165,20 +165,31 @@ class ReuseTable:
             margin.exposed[index + 1] += weight
 
     def rerank(self) -> None:
-        """Recompute a share of the ranks; called once per request."""
-        if not self._cursor:
-            self._update_base()
-            self._cursor = list(self.classes.values())
-            self._expected.clear()
-        for _ in range(min(_MAX_RERANKS, -(-len(self.classes) // self._rerank_requests))):
-            if not self._cursor:
-                return
-            reuse = self._cursor.pop()
+        """Note that a request ended: every so many of them all ranks are computed anew, a limited number in each call.
+
+        The first block of a class begins such a pass too, so that ranks are of one time.
+        """
+        self._requests += 1
+        if self._requests % _RERANK_REQUESTS == 0:
+            self._begin_pass()
+        self._continue_pass()
+
+    def _begin_pass(self) -> None:
+        self._update_base()
+        self._cursor = list(self.classes.values())
+        self._expected.clear()
+
+    def _continue_pass(self) -> None:
+        cursor = self._cursor
+        if not cursor:
+            return
+        for reuse in cursor[-_RERANKS_AT_ONCE:]:
             reuse.update_rank(self._base[reuse.key[0]])
             for index, cell in enumerate(reuse.cells):
                 if cell:
                     reuse.in_heap[index] = True
-                    heappush(self._heap, (reuse.rank[index], reuse.number, index, reuse))
+                    heappush(self._heap, (reuse.rank[index], reuse.key, index, reuse))
+        del cursor[-_RERANKS_AT_ONCE:]
         if len(self._heap) > 4 * BINS * (len(self.classes) + 4):
             self._rebuild_heap()
 
@@ -188,7 +199,7 @@ class ReuseTable:
             for index, cell in enumerate(reuse.cells):
                 reuse.in_heap[index] = bool(cell)
                 if cell:
-                    self._heap.append((reuse.rank[index], reuse.number, index, reuse))
+                    self._heap.append((reuse.rank[index], reuse.key, index, reuse))
         heapify(self._heap)
 
     def _update_base(self) -> None:
@@ -229,15 +240,13 @@ class ReuseTable:
         """
         known = self._expected.get((kind, levels, priority))
         if known is None:
-            for level in levels:
-                self.get((kind, level, 0, priority))
-            total = weighted = 0.0
-            for key, reuse in self.classes.items():
-                if key[0] == kind and key[3] == priority and key[1] in levels:
-                    weight = reuse.exposed[0] + 1.0
-                    total += weight
-                    weighted += weight * reuse.rank[0]
-            known = self._expected[kind, levels, priority] = weighted / total
+            likely = [
+                r for key, r in self.classes.items() if key[0] == kind and key[3] == priority and key[1] in levels
+            ]
+            if not likely:
+                return self.get((kind, levels[0], 0, priority)).rank[0]
+            weighted = sum(reuse.ranked_blocks * reuse.rank[0] for reuse in likely)
+            known = self._expected[kind, levels, priority] = weighted / sum(reuse.ranked_blocks for reuse in likely)
         return known
 
     def least_recent(self) -> OrderedDict[Node, None] | None:

@@ -133,25 +133,37 @@ class RadixTree:
             self._on_evictable(upper)
         return upper
 
-    def absorb(self, upper: Node, lower: Node, below: Node | None) -> bool:
-        """Append a child's run to `upper`, unless held keys or other children forbid it; `below` follows `lower`."""
-        below_lives = below is not None and (below.held or below.live_kids)
-        if lower.live_kids != (1 if below_lives else 0) or (lower.held and upper.held < len(upper.keys)):
-            return False
-        lower.leave_cell()
-        lower.leave_exposure()
-        upper.leave_cell()
-        self.node_of.update(dict.fromkeys(lower.keys, upper))
-        upper.live_kids += lower.live_kids - (1 if lower.held or lower.live_kids else 0)
-        upper.keys += lower.keys
-        upper.held += lower.held
-        upper.forks = lower.forks
-        upper.turn = lower.turn
-        if below is not None:
-            below.parent = upper
-        lower.keys = []
-        lower.held = lower.live_kids = 0
-        return True
+    def join(self, upper: Node, lower: Node, below: Node | None) -> Node | None:
+        """Make one run of a node and a child, and return it; None where living children or a hole forbid it.
+
+        `below` is the child of `lower` that the caller goes on with. Usually only that one lives, and `upper`, which
+        tends to be the longer one, takes over; otherwise `lower` does, with the children it has.
+        """
+        if lower.held and upper.held < len(upper.keys):
+            return None
+        below_lives = 1 if below is not None and (below.held or below.live_kids) else 0
+        lower_lives = 1 if lower.held or lower.live_kids else 0
+        if lower.live_kids == below_lives:
+            stays, goes = upper, lower
+            upper.live_kids += lower.live_kids - lower_lives
+            upper.forks = lower.forks
+            upper.turn = lower.turn
+            if below is not None:
+                below.parent = upper
+        elif upper.live_kids == lower_lives:
+            stays, goes = lower, upper
+            lower.parent = upper.parent
+            lower.count = upper.count
+        else:
+            return None
+        for node in (upper, lower):
+            node.leave_cell()
+        goes.leave_exposure()
+        self.node_of.update(dict.fromkeys(goes.keys, stays))
+        stays.keys, stays.held = upper.keys + lower.keys, upper.held + lower.held
+        goes.keys = []
+        goes.held = goes.live_kids = 0
+        return stays
 
     def hold(self, keys: list[OffloadKey]) -> list[Node]:
         """Note that `keys` have blocks now, and return their nodes; an unknown key becomes a root of its own."""

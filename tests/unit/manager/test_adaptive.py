@@ -25,6 +25,13 @@ class Requests:
         self.now = 0.0
         self.number = 0
 
+    def wait(self, seconds):
+        """Let blocks age: other requests come meanwhile."""
+        for _ in range(10):
+            self.now += seconds / 10
+            self.manager.touch([], ReqContext("other", started_seconds=self.now))
+            self.manager.finish_request(ReqContext("other"))
+
     def begin(self, names, *, after=1.0, **context):
         self.now += after
         self.number += 1
@@ -53,7 +60,8 @@ class Requests:
 def test_a_prefix_leaves_from_its_end():
     requests = Requests(6)
     requests.serve("abcdef")
-    output = requests.store("xyz", requests.begin("xyz", after=60))
+    requests.wait(60)
+    output = requests.store("xyz", requests.begin("xyz"))
     assert output.evicted_keys == keys("abcdef")[:2:-1]
     assert requests.held("abcdef") == 3
 
@@ -62,7 +70,8 @@ def test_a_shared_prefix_outlives_its_branches():
     requests = Requests(6)
     requests.serve("abcd")
     requests.serve("abxy")
-    requests.store("pq", requests.begin("pq", after=60))
+    requests.wait(60)
+    requests.store("pq", requests.begin("pq"))
     assert (requests.held("ab"), requests.held("pq")) == (2, 2)
 
 
@@ -70,7 +79,8 @@ def test_pinned_blocks_and_what_is_above_them_stay():
     requests = Requests(4)
     requests.serve("abcd")
     spec = requests.manager.prepare_load(keys("abcd")[:2], ReqContext())
-    request = requests.begin("uvwxyz", after=60)
+    requests.wait(60)
+    request = requests.begin("uvwxyz")
     assert requests.store("uvw", request) is None
     assert set(requests.store("uv", request).evicted_keys) == set(keys("abcd")[2:])
     requests.manager.complete_load(keys("abcd")[:2], ticket=spec.ticket)
@@ -176,6 +186,8 @@ def test_groups_are_chains_of_their_own():
     tree = manager._policy._tree
     assert {len(tree.node_of[key].keys) for key in both} == {4}
     assert tree.node_of[both[0]] is not tree.node_of[both[4]]
+    for second in range(10, 100, 10):  # blocks age when requests come
+        manager.touch([], ReqContext(f"s{second}", started_seconds=float(second)))
     manager.touch(keys("x"), ReqContext("s", started_seconds=99.0))
     assert manager.prepare_store(keys("xy"), ReqContext("s")).evicted_keys[0] in (both[3], both[7])
 
@@ -188,7 +200,8 @@ def test_a_failed_store_leaves_what_was_there_evictable():
     requests.manager.complete_store(output.keys_to_store, False, ticket=output.ticket)
     check_adaptive(requests.policy)
     requests.manager.finish_request(request, None, keys("abcd"))
-    assert set(requests.store("wxyz", requests.begin("wxyz", after=60)).evicted_keys) == set(keys("ab"))
+    requests.wait(60)
+    assert set(requests.store("wxyz", requests.begin("wxyz")).evicted_keys) == set(keys("ab"))
 
 
 def test_a_reset_forgets_content_and_keeps_what_was_learnt():

@@ -1,0 +1,135 @@
+"""The adaptive policy decides as the plain reference of its algorithm, request by request."""
+
+import os
+import random
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+from reference import adaptive_reference
+from reference.adaptive_driver import PolicyAtOnce
+from reference.adaptive_reference import AdaptiveReference
+
+from kvoffload.manager.policies import (
+    adaptive_eviction,
+    adaptive_guard,
+    adaptive_hazard,
+    adaptive_request,
+    adaptive_table,
+)
+from kvoffload.manager.policies.adaptive_guard import LRUGuard
+from kvoffload.manager.policies.adaptive_tree import RadixTree
+from kvoffload.simulate.simulator import SimulatedTrace
+
+ROOT = Path(__file__).resolve().parents[2]
+TRACES = Path(os.environ.get("KVOFFLOAD_TRACES", ROOT.parent / "shared" / "traces"))
+
+
+@lru_cache(maxsize=2)
+def chats(seed, count):
+    """The built-in chats: what is asked for, when, and how long the answers are."""
+    return as_requests(SimulatedTrace(None, seed=seed, limit=count))
+
+
+def as_requests(trace):
+    start = trace.requests[0].arrival_seconds
+    return [(request.keys, request.arrival_seconds - start, request.output_tokens) for request in trace.requests]
+
+
+def forks(seed, count):
+    """Requests that part anywhere, end inside of what others asked for, come at one time or after long pauses."""
+    rng = random.Random(seed)
+    known, now, requests = [[]], 0.0, []
+    for number in range(count):
+        base = rng.choice(known[-12:])
+        cut = len(base) if rng.random() < 0.6 else rng.randint(0, len(base))
+        request = base[:cut] + [f"{number} {at}".encode() + bytes(4) for at in range(rng.choice([0, 1, 2, 6, 20]))]
+        if rng.random() < 0.5:
+            known.append(request)
+        now += rng.choice([0.0, 0.0, 0.2, 1.0, 3.0, 40.0, 900.0])
+        requests.append((request, now, rng.choice([0, 16, 17, 256, 257, 4000])))
+    return requests
+
+
+def unequal(requests, capacity):
+    """Serve requests by both; return the policy and the number of the first request that they decide differently."""
+    at_once, reference = PolicyAtOnce(capacity, max(len(keys) for keys, _, _ in requests)), AdaptiveReference(capacity)
+    for number, request in enumerate(requests):
+        if at_once.serve(*request) != reference.serve(*request):
+            return at_once.policy, number
+    return at_once.policy, None
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 30, 100, 300])
+@pytest.mark.parametrize("seed", range(4))
+def test_it_decides_as_the_reference_where_requests_part_anywhere(seed, capacity):
+    policy, number = unequal(forks(seed, 900), capacity)
+    assert number is None
+    assert policy.stats()["declined_blocks"] > 0 or capacity == 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capacity", [300, 800, 4000])
+@pytest.mark.parametrize("seed", range(2))
+def test_it_decides_as_the_reference_on_chats(seed, capacity):
+    assert unequal(chats(seed, 4000), capacity)[1] is None
+
+
+def with_a_wary_guard(monkeypatch):
+    """Let plain LRU take over already where it would hit as much."""
+    monkeypatch.setattr(adaptive_guard, "_TOLERANCE", 1.1)
+    monkeypatch.setattr(adaptive_reference, "TOLERANCE", 1.1)
+    return forks(0, 4600), 200
+
+
+def test_it_decides_as_the_reference_while_it_follows_plain_lru(monkeypatch):
+    policy, number = unequal(*with_a_wary_guard(monkeypatch))
+    assert number is None
+    assert policy.stats()["guard_switches"] > 0
+    assert policy.stats()["guard_plain_lru"] == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not TRACES.is_dir(), reason="the traces are not beside the checkout; KVOFFLOAD_TRACES names their folder"
+)
+@pytest.mark.parametrize("percent", [1, 2, 5, 10, 20])
+@pytest.mark.parametrize("name", ["synthetic", "agentic", "conversation"])
+def test_it_decides_as_the_reference_on_a_trace(name, percent):
+    trace = SimulatedTrace(TRACES / f"{name}_trace.jsonl", limit=4000)
+    assert unequal(as_requests(trace), trace.unique_blocks * percent // 100)[1] is None
+
+
+def never_looks(_self, own_hits, lru_hits, asked):
+    """A guard that sleeps."""
+
+
+MUTATIONS = {
+    "what is worth storing": (adaptive_request, "_ADMIT_RATIO", 1.0),
+    "popularity": (adaptive_request, "_POPULARITY_LEVELS", 1),
+    "forks that end a conversation": (adaptive_request, "_SHARED_FORKS", 2),
+    "answer and size": (adaptive_request, "reuse_level", lambda answer_tokens, new_blocks: 0),
+    "known answers": (adaptive_request, "_ANSWER_LENGTHS", (0,)),
+    "prior hazard": (adaptive_table, "_PRIOR_HAZARD", 0.2),
+    "weight of a kind": (adaptive_table, "_KIND_WEIGHT", 24.0),
+    "weight of a class": (adaptive_hazard, "CLASS_WEIGHT", 50.0),
+    "time between scans": (adaptive_table, "_SCAN_SHARE", 0.5),
+    "time between rankings": (adaptive_table, "_RERANK_REQUESTS", 51),
+    "age": (adaptive_table, "age_bin", lambda age_seconds: 0),
+    "ghosts": (RadixTree, "trim_ghosts", lambda self, held: None),
+    "one run for one class": (RadixTree, "join", lambda self, upper, lower, below: None),
+    "the order inside a run": (adaptive_eviction, "reversed", lambda values: iter(list(values))),
+    "the guard": (LRUGuard, "count", never_looks),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", MUTATIONS)
+def test_a_wrong_constant_or_step_shows_in_the_decisions(what, monkeypatch):
+    """The comparison is worth something: each of these mistakes ends in another decision."""
+    owner, name, value = MUTATIONS[what]
+    monkeypatch.setattr(owner, name, value, raising=name != "reversed")
+    cases = [(chats(0, 4000), 800), (forks(0, 900), 100), (forks(1, 900), 30)]
+    if what == "the guard":
+        cases = [with_a_wary_guard(monkeypatch)]
+    assert any(unequal(*case)[1] is not None for case in cases)
