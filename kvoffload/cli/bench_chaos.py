@@ -16,12 +16,11 @@ import asyncio
 import logging
 import resource
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from kvoffload.cli.main import FAILED, OK
 from kvoffload.cli.report import print_json, print_table
-from kvoffload.cli.values import add_json, add_seed, add_uvloop, positive
+from kvoffload.cli.values import add_json, add_seed, add_uvloop, loop_factory, positive
 
 _SHOWN = 20
 
@@ -48,9 +47,9 @@ def run(args: argparse.Namespace) -> int:
 
     driver = ChaosDriver(args.seed, note)
     began, cpu = time.perf_counter(), time.process_time()
-    loop_factory = _uvloop() if args.uvloop else None
+    new_loop = loop_factory(args)
     try:
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(driver.run(args.ops))
     finally:
         log.setLevel(level)
@@ -82,10 +81,3 @@ def resident_bytes() -> int:
 def _second_half_growth(resident: list[tuple[int, int]], ops: int) -> int:
     half = [size for done, size in resident if done >= ops // 2]
     return half[-1] - half[0] if len(half) > 1 else 0
-
-
-def _uvloop() -> Callable[[], asyncio.AbstractEventLoop]:
-    import uvloop
-
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Callable
 
 from kvoffload.cli.main import OK
 from kvoffload.cli.report import print_json, print_table
-from kvoffload.cli.values import add_json, add_uvloop, positive
+from kvoffload.cli.values import add_json, add_uvloop, loop_factory, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,17 +41,10 @@ def run(args: argparse.Namespace) -> int:
         measure_waiters(args.waiters, 100),
         measure_disconnects(1000),
     ):
-        with asyncio.Runner(loop_factory=_uvloop() if args.uvloop else None) as runner:
+        with asyncio.Runner(loop_factory=loop_factory(args)) as runner:
             values |= runner.run(measure)
     if args.json:
         print_json(values)
     else:
         print_table("service", values)
     return OK
-
-
-def _uvloop() -> Callable[[], asyncio.AbstractEventLoop]:
-    import uvloop
-
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory

@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvoffload.errors import ConfigError, KVOffloadError
+
+if TYPE_CHECKING:
+    import asyncio
 
 MOST = 10**12
 """The largest count that an option takes: beyond it is a slip of the finger, not a machine."""
@@ -89,6 +93,16 @@ def add_seed(parser: argparse.ArgumentParser) -> None:
 def add_uvloop(parser: argparse.ArgumentParser) -> None:
     """Add `--uvloop` to a benchmark."""
     parser.add_argument("--uvloop", action="store_true", help="run on uvloop instead of asyncio's own loop")
+
+
+def loop_factory(args: argparse.Namespace) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return what makes the loop that `--uvloop` asks for; None for asyncio's own."""
+    if not args.uvloop:
+        return None
+    import uvloop
+
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
 def whole(text: str) -> int:

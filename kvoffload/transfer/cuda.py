@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +24,7 @@ from kvoffload.errors import ClosedError, TransferError, UsageError
 from kvoffload.memory.block_tensor import BlockTensor
 from kvoffload.memory.pinning import PinMode, PinnedRange, pin
 from kvoffload.transfer.base import HOST_VISIBLE, AllReady, Ready
+from kvoffload.transfer.copy_thread import CopyThread
 from kvoffload.transfer.cuda_batch import MAX_BATCH, copy_descriptors, cut_at, non_empty
 from kvoffload.transfer.cuda_driver import (
     CAPTURE_ERRORS,
@@ -93,7 +92,7 @@ class CudaCopy:
         self._done.set()
 
 
-class CudaStream:
+class CudaStream(CopyThread[CudaCopy]):
     """A stream, its pool of events, and the thread that waits for its copies.
 
     Args:
@@ -115,18 +114,13 @@ class CudaStream:
         max_batch: int = MAX_BATCH,
         cuts: Sequence[int] = (),
     ) -> None:
-        self._name = name
-        self._on_done = on_done
+        super().__init__(name, on_done)
         self._device = device
         self._pinned = pinned
         self._max_batch = max_batch
         self._cuts = cuts
-        self._pid = os.getpid()
-        self._changed = threading.Condition()
-        self._queue: deque[CudaCopy] = deque()
         self._events: list[int] = []
-        self._thread: threading.Thread | None = None
-        self._closed = self._abandoned = False
+        self._abandoned = False
         with device.current():
             self._stream = device.new_stream()
         if not device.driver.has_batch:
@@ -141,8 +135,7 @@ class CudaStream:
             ClosedError: The stream is closed.
         """
         with self._changed:
-            if self._closed:
-                raise ClosedError(f"{self._name} is shut down")
+            self._check_open()
         copy = CudaCopy(plan, event_handles(ready, self._device), after)
         copy.ready = ready  # its event must live until the stream waits for it: later, when memory is pageable
         if self._pinned:
@@ -150,11 +143,7 @@ class CudaStream:
                 self._check_waits(copy)
                 self._launch(copy)
         with self._changed:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-            self._queue.append(copy)
-            self._changed.notify()
+            self._put(copy)
         return copy
 
     def _check_waits(self, copy: CudaCopy) -> None:
@@ -213,14 +202,6 @@ class CudaStream:
                 return self._events.pop()
         return self._device.new_event()
 
-    def close(self) -> None:
-        """Take no more copies; the thread ends after the queued ones."""
-        if os.getpid() != self._pid:  # a fork has no thread to close, and may have inherited a held lock
-            return
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-
     def shutdown(self, timeout: float) -> None:
         """Close and wait for the thread; copies on the device are never cut off."""
         self.close()
@@ -245,13 +226,7 @@ class CudaStream:
 
     def _run(self) -> None:
         with self._device.current():
-            while True:
-                with self._changed:
-                    while not self._queue:
-                        if self._closed:
-                            return
-                        self._changed.wait()
-                    head = self._queue[0]
+            while (head := self._next(take=False)) is not None:
                 self._await(head)
                 self._take_ended()
                 self._ring()
@@ -292,12 +267,6 @@ class CudaStream:
             copy.finish(copy.error)
             if following is None or not self._pinned or device.driver.query(following.end) != SUCCESS:
                 return
-
-    def _ring(self) -> None:
-        try:
-            self._on_done()
-        except Exception:
-            logger.exception("%s: the callback for ended copies raised", self._name)
 
 
 class CudaBackend:

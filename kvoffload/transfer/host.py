@@ -6,21 +6,17 @@ microseconds; the thread lets go of the GIL while bytes move (see `host_copy`).
 
 from __future__ import annotations
 
-import logging
-import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 from kvoffload.errors import ClosedError
 from kvoffload.transfer.base import Ready
 from kvoffload.transfer.checks import HostWait, host_wait
+from kvoffload.transfer.copy_thread import CopyThread
 from kvoffload.transfer.host_copy import copy_plan
 from kvoffload.transfer.plan import CopyPlan
 from kvoffload.transfer.stream import CopyEvent
-
-logger = logging.getLogger(__name__)
 
 _ABANDON_POLL_SECONDS = 0.05
 
@@ -68,8 +64,8 @@ class HostEvent:
         self._done.set()
 
 
-class HostStream:
-    """One named worker thread that runs copies in the order of submission. Its thread starts with the first copy.
+class HostStream(CopyThread[HostEvent]):
+    """One named worker thread that runs copies in the order of submission.
 
     Args:
         name: The thread's name.
@@ -78,37 +74,17 @@ class HostStream:
     """
 
     def __init__(self, name: str, on_done: Callable[[], None], copier: Callable[[CopyPlan], None] = copy_plan) -> None:
-        self._name = name
-        self._on_done = on_done
+        super().__init__(name, on_done)
         self._copier = copier
-        self._changed = threading.Condition()
-        self._queue: deque[HostEvent] = deque()
-        self._thread: threading.Thread | None = None
-        self._closed = False
-        self._pid = os.getpid()
         self._abandon = threading.Event()
 
     def submit(self, plan: CopyPlan, ready: Ready, after: CopyEvent | None) -> HostEvent:
         """Queue a copy; see `CopyStream`."""
         event = HostEvent(plan, host_wait(ready), after)
         with self._changed:
-            if self._closed:
-                raise ClosedError(f"{self._name} is shut down")
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                thread.start()
-                self._thread = thread
-            self._queue.append(event)
-            self._changed.notify()
+            self._check_open()
+            self._put(event)
         return event
-
-    def close(self) -> None:
-        """Take no more copies; the thread ends after the queued ones."""
-        if os.getpid() != self._pid:  # a fork has no thread to close, and may have inherited a held lock
-            return
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
 
     def shutdown(self, timeout: float) -> None:
         """Close and wait; at the timeout fail what has not started. A running copy is left to run."""
@@ -127,16 +103,10 @@ class HostStream:
             event.end(ClosedError(f"{self._name} was shut down before this copy started"))
         thread.join(4 * _ABANDON_POLL_SECONDS)  # one that waits for `ready` looks at the flag that often
         if waiting:
-            self._done()
+            self._ring()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queue:
-                    if self._closed:
-                        return
-                    self._changed.wait()
-                event = self._queue.popleft()
+        while (event := self._next(take=True)) is not None:
             error: BaseException | None = None
             try:
                 self._copy(event)
@@ -144,7 +114,7 @@ class HostStream:
                 error = raised
             event.end(error)
             del event, error
-            self._done()
+            self._ring()
 
     def _copy(self, event: HostEvent) -> None:
         for wait in (event.ready, event.after.wait if event.after is not None else None):
@@ -154,9 +124,3 @@ class HostStream:
         event.start()
         if event.plan is not None:
             self._copier(event.plan)
-
-    def _done(self) -> None:
-        try:
-            self._on_done()
-        except Exception:
-            logger.exception("%s: the callback for ended copies raised", self._name)

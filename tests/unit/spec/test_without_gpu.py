@@ -33,7 +33,8 @@ def test_everything_but_gpu_handlers_works_without_torch_and_cuda():
             handler.shutdown()
         import kvoffload.metrics.exposition
         from kvoffload.events.publisher import FeedPublisher
-        feed = FeedPublisher(kvoffload.EventsConfig(endpoint="tcp://127.0.0.1:0"), instance_id="pod")
+        events = kvoffload.EventsConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
+        feed = FeedPublisher(events, instance_id="pod")
         feed.start()
         print(feed.close(10))
     """)
