@@ -19,6 +19,7 @@ def test_every_part_is_reported_for_every_manager(capsys):
     assert set(result["calls"]["ns_per_block"]["lookup_64"]) == {*names, "dict_get_floor"}
     assert result["calls"]["times_faster_kvoffload_lru"]["touch_1"]["ordereddict_lru"] > 0
     assert result["replay"]["kvoffload_lru"]["hit_ratio"] == result["replay"]["ordereddict_lru"]["hit_ratio"]
+    assert result["replay"]["kvoffload_lru"]["request_p999_us"] > 0
 
 
 def test_each_pass_makes_the_same_calls_and_the_repeatable_figure_is_their_least(monkeypatch):
