@@ -83,21 +83,21 @@ class Lane:
         try:
             self.pub.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
             self.pub.setsockopt(zmq.LINGER, 1000)
-            self.endpoint = self._attach(self.pub, settings.endpoint, bind=settings.bind)
+            self.endpoint = self._attach("endpoint", self.pub, settings.endpoint, bind=settings.bind)
             self.replay_endpoint: str | None = None
             if settings.replay_endpoint is not None:
                 self.router = context.socket(zmq.ROUTER)
                 self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 self.router.setsockopt(zmq.SNDHWM, REPLAY_HIGH_WATER_MARK)
                 self.router.setsockopt(zmq.LINGER, 0)
-                self.replay_endpoint = self._attach(self.router, settings.replay_endpoint, bind=True)
+                self.replay_endpoint = self._attach("replay_endpoint", self.router, settings.replay_endpoint, bind=True)
         except BaseException:
             self.close()
             raise
 
-    def _attach(self, sock: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
+    def _attach(self, key: str, sock: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
         """Bind or connect a socket; remember the file that it makes, which ZeroMQ leaves behind."""
-        found = attach(sock, endpoint, bind=bind)
+        found = attach(key, sock, endpoint, bind=bind)
         path = Path(found.removeprefix("ipc://"))
         if bind and found.startswith("ipc://") and path.exists():
             self._files.append((path, path.stat().st_ino))
@@ -158,8 +158,8 @@ class Lane:
         self._files.clear()
 
 
-def attach(sock: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
-    """Bind or connect a socket and return the endpoint that others can use.
+def attach(key: str, sock: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
+    """Bind or connect a socket and return the endpoint that others can use; `key` of the configuration names it.
 
     Raises:
         ConfigError: It cannot be bound or connected.
@@ -178,5 +178,5 @@ def attach(sock: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
             hint = f"; port {port} is taken" + (f", {pair[0]} and {pair[1]} are free" if pair else "")
         elif bind and error.errno == errno.EADDRNOTAVAIL:
             hint = "; give an address of this host, or tcp://*:PORT for all of them"
-        raise ConfigError(f"endpoint {endpoint!r} cannot be {'bound' if bind else 'used'}: {error}{hint}") from None
+        raise ConfigError(f"events.{key} {endpoint!r} cannot be {'bound' if bind else 'used'}: {error}{hint}") from None
     return str(sock.getsockopt_string(zmq.LAST_ENDPOINT))

@@ -354,8 +354,12 @@ def test_the_file_of_a_local_socket_goes_with_it_unless_another_process_bound_th
 
 
 def test_a_taken_port_is_named_with_the_next_free_pair():
-    with publisher() as feed, pytest.raises(ConfigError, match=r"port \d+ is taken, \d+ and \d+ are free"):
-        FeedPublisher(EventsConfig(endpoint=feed.endpoints[0], replay_endpoint=None))
+    with publisher() as feed:
+        said = r" 'tcp://.*' cannot be bound: .*; port \d+ is taken, \d+ and \d+ are free"
+        with pytest.raises(ConfigError, match="^events.endpoint" + said):
+            FeedPublisher(EventsConfig(endpoint=feed.endpoints[0], replay_endpoint=None))
+        with pytest.raises(ConfigError, match="^events.replay_endpoint" + said):
+            FeedPublisher(EventsConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint=feed.endpoints[0]))
 
 
 def test_the_publisher_of_a_service_config():
