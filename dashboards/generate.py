@@ -209,7 +209,7 @@ def kubernetes() -> dict[str, list[dict[str, Any]]]:
         "kind": "PodMonitor",
         "metadata": {"name": "kvoffload", "labels": labels},
         "spec": {
-            "selector": {"matchLabels": labels},
+            "selector": {"matchLabels": dict(labels)},
             "podMetricsEndpoints": [{"port": "metrics", "path": "/metrics", "interval": "15s"}],
         },
     }
