@@ -160,7 +160,7 @@ def _vllm_binds(endpoint: str) -> bool:
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
-def tcp_port(endpoint: str) -> int | None:
+def tcp_port(endpoint: str, key: str = "endpoint") -> int | None:
     """Return the port of a tcp endpoint; None for other transports.
 
     Raises:
@@ -168,12 +168,12 @@ def tcp_port(endpoint: str) -> int | None:
     """
     scheme, separator, rest = endpoint.partition("://")
     if not separator or scheme not in {"tcp", "ipc", "inproc"} or not rest:
-        raise ConfigError(f"endpoint {endpoint!r} must look like tcp://host:port, ipc://path or inproc://name")
+        raise ConfigError(f"{key} {endpoint!r} must look like tcp://host:port, ipc://path or inproc://name")
     if scheme != "tcp":
         return None
     port = rest.rpartition(":")[2]
     if not port.isdigit() or int(port) > 0xFFFF:
-        raise ConfigError(f"endpoint {endpoint!r} needs a port number of 0 to 65535: use tcp://host:port")
+        raise ConfigError(f"{key} {endpoint!r} needs a port number of 0 to 65535: use tcp://host:port")
     return int(port)
 
 
@@ -198,7 +198,7 @@ def check_ports(endpoint: str, replay_endpoint: str | None, ranks: int) -> None:
     if replay_endpoint is None:
         tcp_port(endpoint)
         return
-    live, replay = tcp_port(endpoint), tcp_port(replay_endpoint)
+    live, replay = tcp_port(endpoint), tcp_port(replay_endpoint, "replay_endpoint")
     if live is None or replay is None:
         if endpoint == replay_endpoint:
             raise ConfigError(f"endpoint and replay_endpoint are both {endpoint!r}: each needs its own")

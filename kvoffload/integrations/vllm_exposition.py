@@ -44,7 +44,7 @@ class ManagerExposition:
     def __init__(self, endpoint: str, metrics: ManagerMetrics, offload: OffloadConfig, events: object = None) -> None:
         parts = _ENDPOINT.fullmatch(endpoint)
         if parts is None or int(parts["port"]) > 65535:
-            raise ConfigError(f"metrics_endpoint must be 'host:port', got {endpoint!r}")
+            raise ConfigError(f"metrics_endpoint must be 'host:port', such as 127.0.0.1:9095; got {endpoint!r}")
         self._metrics = metrics
         self._events = events
         self._labels = {"model_name": offload.model_name or "", "engine": offload.instance_id or ""}

@@ -94,7 +94,7 @@ def require_vllm() -> str:
     found = installed_version()
     if found is None:
         raise ExtensionImportError(
-            f"kvoffload.integrations.vllm works with vLLM {SUPPORTED}, and vLLM is not installed"
+            f"kvoffload.integrations.vllm works with vLLM {SUPPORTED}, and vLLM is not installed: pip install vllm"
         )
     if found.split("+")[0].split(".")[:2] != SUPPORTED.split("."):
         raise ExtensionImportError(

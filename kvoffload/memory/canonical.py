@@ -71,7 +71,9 @@ class CanonicalKVCaches:
         object.__setattr__(self, "tensors", tuple(self.tensors))
         object.__setattr__(self, "group_data_refs", tuple(tuple(refs) for refs in self.group_data_refs))
         if not self.tensors or not self.group_data_refs:
-            raise LayoutError("CanonicalKVCaches needs at least one tensor and one group")
+            raise LayoutError(
+                "CanonicalKVCaches needs at least one tensor and one group: make it with from_layers(...)"
+            )
         first = self.tensors[0].view
         for idx, tensor in enumerate(self.tensors):
             if tensor.view.num_blocks != first.num_blocks or tensor.view.device != first.device:
@@ -82,12 +84,14 @@ class CanonicalKVCaches:
         for group, refs in enumerate(self.group_data_refs):
             for ref in refs:
                 if not 0 <= ref.tensor_idx < len(self.tensors):
-                    raise LayoutError(f"group {group} refers to tensor {ref.tensor_idx} of {len(self.tensors)}")
+                    raise LayoutError(
+                        f"tensor_idx of group {group} must be 0 to {len(self.tensors) - 1}; got {ref.tensor_idx}"
+                    )
                 page = self.tensors[ref.tensor_idx].page_size_bytes
                 if not 0 < ref.page_size_bytes <= page:
                     raise LayoutError(
-                        f"group {group} uses {ref.page_size_bytes} bytes of tensor {ref.tensor_idx}, "
-                        f"whose pages have {page}"
+                        f"page_size_bytes of group {group} must be at most the {page} bytes of a page of tensor "
+                        f"{ref.tensor_idx}; got {ref.page_size_bytes}"
                     )
 
     @property

@@ -46,7 +46,8 @@ class Mapping:
             code = ctypes.get_errno()
             if code == errno.ENOMEM:
                 raise NoSpaceError(
-                    f"{length} bytes cannot be mapped: {os.strerror(code)} (address space or overcommit limit)",
+                    f"{length} bytes cannot be mapped: {os.strerror(code)} (address space or overcommit limit); "
+                    "ask for less, or raise the limit (ulimit -v, vm.overcommit_memory)",
                     requested_bytes=length,
                     available_bytes=0,
                 )

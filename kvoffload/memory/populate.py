@@ -52,7 +52,8 @@ def populate(address: int, length: int, what: str, progress: Progress | None = N
                 _touch(address + done, piece, reserved=reserved)
             elif code not in {errno.EINTR, errno.EAGAIN}:
                 raise NoSpaceError(
-                    f"{what}: only {done} of {length} bytes could be populated: {os.strerror(code)}",
+                    f"{what}: only {done} of {length} bytes could be populated: {os.strerror(code)}; ask for less, or "
+                    "raise the memory limit",
                     requested_bytes=length,
                     available_bytes=done,
                 )

@@ -127,8 +127,8 @@ class SharedOffloadRegion:
         needed = num_blocks * page * num_workers
         if self.total_size_bytes < needed:
             raise UsageError(
-                f"{num_blocks} blocks of {num_workers} x {page} bytes need {needed} bytes, "
-                f"total_size_bytes is {self.total_size_bytes}"
+                f"total_size_bytes must be at least {needed}, for {num_blocks} blocks of {num_workers} x {page} bytes; "
+                f"got {self.total_size_bytes}"
             )
 
     @classmethod
@@ -180,7 +180,7 @@ class SharedOffloadRegion:
         """
         fd = self._fd if self._file is None else self._file.fd
         if fd < 0:
-            raise ClosedError("this region was cleaned up")
+            raise ClosedError("this region was cleaned up: make or attach a new one")
         return fd
 
     def create_next_view(self, tensor_page_size: int) -> npt.NDArray[np.int8]:
@@ -192,7 +192,9 @@ class SharedOffloadRegion:
         """
         mapping = self._open_mapping()
         if self.rank is None:
-            raise UsageError("this process maps the region without a rank, so it has no share to take views from")
+            raise UsageError(
+                "this process maps the region without a rank, so it has no share to take views from: attach with rank"
+            )
         end = self._worker_offset + tensor_page_size
         if tensor_page_size < 1 or end > self._worker_area_end:
             raise UsageError(
@@ -257,7 +259,7 @@ class SharedOffloadRegion:
 
     def _open_mapping(self) -> Mapping:
         if self._mapping is None:
-            raise ClosedError("this region was cleaned up")
+            raise ClosedError("this region was cleaned up: make or attach a new one")
         if os.getpid() != self._pid:
             raise UsageError(
                 f"this region belongs to process {self._pid} and was used in its fork, process {os.getpid()}: "

@@ -228,7 +228,9 @@ def _only_one(lock_path: Path, timeout: float) -> Iterator[None]:
         finally:
             os.close(fd)
         if time.monotonic() >= deadline:
-            raise ClosedError(f"{lock_path} was held by another process for more than {timeout} seconds")
+            raise ClosedError(
+                f"{lock_path} was held by another process for more than {timeout} seconds: end it, or try again"
+            )
         time.sleep(_POLL_SECONDS)
 
 

@@ -97,7 +97,7 @@ class EngineLife(SingleOwner, ABC):
             NoSpaceError: Host memory is too small; nothing is left behind.
         """
         if self._started:
-            raise UsageError("the engine was started before")
+            raise UsageError("the engine was started before: make a new one")
         self.bridge = CompletionBridge()
         worker: TransferWorker | None = None
         try:

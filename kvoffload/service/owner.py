@@ -50,8 +50,14 @@ class SingleOwner:
         if not self._started:
             raise UsageError(_NOT_STARTED)
         if self._pid != os.getpid():
-            raise UsageError(f"the engine belongs to process {self._pid}; it cannot be used after fork ({os.getpid()})")
-        raise UsageError(f"the engine belongs to thread {self._owner}, not to {threading.get_ident()}")
+            raise UsageError(
+                f"the engine belongs to process {self._pid}; it cannot be used after fork ({os.getpid()}): "
+                "make one after the fork"
+            )
+        raise UsageError(
+            f"the engine belongs to thread {self._owner}, not to {threading.get_ident()}: call it there, or "
+            "adopt() it here"
+        )
 
     if not TYPE_CHECKING:  # checkers know the parts; at run time they are not there before the start
 

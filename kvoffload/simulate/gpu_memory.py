@@ -40,7 +40,7 @@ class SimulatedGpu:
         self, num_blocks: int, block_bytes: int, *, seed: int = 0, layers: dict[str, Words] | None = None
     ) -> None:
         if block_bytes < 8 or block_bytes % 8:
-            raise ConfigError(f"the bytes of a block must be a multiple of 8, got {block_bytes}")
+            raise ConfigError(f"block_bytes must be a multiple of 8, such as 65536; got {block_bytes}")
         if layers is None:
             size = num_blocks * block_bytes
             check_memory(size, f"the simulated GPU of {num_blocks} blocks of {block_bytes} bytes")

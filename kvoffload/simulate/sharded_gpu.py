@@ -34,8 +34,7 @@ class ShardedGpu:
     def __init__(self, num_blocks: int, block_bytes: int, world_size: int) -> None:
         if block_bytes % (8 * world_size):
             raise ConfigError(
-                f"the bytes of a block must be a multiple of {8 * world_size} for {world_size} workers, "
-                f"got {block_bytes}"
+                f"block_bytes must be a multiple of {8 * world_size} for {world_size} workers; got {block_bytes}"
             )
         shard = block_bytes // world_size
         check_memory(num_blocks * block_bytes, f"the simulated GPUs of {num_blocks} blocks of {block_bytes} bytes")

@@ -94,4 +94,7 @@ class OffloadingSpec(ABC):
 def _check_groups(configured: Sequence[int], actual: Sequence[int]) -> None:
     expected = list(configured) * len(actual) if len(configured) == 1 else list(configured)
     if expected != list(actual):
-        raise ConfigError(f"gpu_block_size is {list(configured)}, but the KV cache has groups of {list(actual)} tokens")
+        raise ConfigError(
+            f"gpu_block_size is {list(configured)}, but the KV cache has groups of {list(actual)} tokens: "
+            "set it to those"
+        )

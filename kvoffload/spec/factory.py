@@ -71,7 +71,10 @@ def _resolve(module_path: str, class_name: str) -> type[OffloadingSpec]:
             f"spec_module_path {module_path!r} has no class {class_name!r}: set spec_name to one that it has"
         )
     if not (isinstance(found, type) and issubclass(found, OffloadingSpec)):
-        raise ExtensionTypeError(f"{module_path}.{class_name} must be a subclass of OffloadingSpec, it is {found!r}")
+        raise ExtensionTypeError(
+            f"spec_name {class_name!r} of spec_module_path {module_path!r} must be a subclass of OffloadingSpec; "
+            f"got {found!r}"
+        )
     return found
 
 

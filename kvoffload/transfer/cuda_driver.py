@@ -116,7 +116,7 @@ class CudaDriver:
         try:
             library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
-            raise UnsupportedError(f"no CUDA driver on this machine: {error}") from None
+            raise UnsupportedError(f"no CUDA driver on this machine: {error}; install NVIDIA's") from None
         return cls(library)
 
     def _resolve_batch(self, library: Any) -> Any | None:  # noqa: ANN401 - ctypes

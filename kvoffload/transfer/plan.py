@@ -135,7 +135,7 @@ class TransferLayout:
         self.block_size_factor = block_size_factor
         self.group_refs = tuple(tuple(refs) for refs in kv_cache_groups_data_refs)
         if not self.gpu or len(self.gpu) != len(self.cpu):
-            raise LayoutError(f"{len(self.gpu)} GPU tensors need as many CPU tensors, got {len(self.cpu)}")
+            raise LayoutError(f"cpu_tensors must be one for each of {len(self.gpu)} GPU tensors; got {len(self.cpu)}")
         for idx, (gpu, cpu) in enumerate(zip(self.gpu, self.cpu, strict=True)):
             if cpu.row_bytes != gpu.row_bytes * block_size_factor:
                 raise LayoutError(
@@ -143,9 +143,11 @@ class TransferLayout:
                     f"{gpu.row_bytes} bytes of the GPU tensor is {gpu.row_bytes * block_size_factor}"
                 )
             if cpu.device != "cpu":
-                raise LayoutError(f"CPU tensor {idx} is on {cpu.device!r}")
+                raise LayoutError(f"CPU tensors must be host memory; got tensor {idx} on {cpu.device!r}")
             if gpu.device != self.gpu[0].device:
-                raise LayoutError(f"GPU tensor {idx} is on {gpu.device!r}, tensor 0 on {self.gpu[0].device!r}")
+                raise LayoutError(
+                    f"GPU tensors must be on one device; {idx} is on {gpu.device!r}, 0 on {self.gpu[0].device!r}"
+                )
         if {ref.tensor_idx for refs in self.group_refs for ref in refs} - set(range(len(self.gpu))):
             raise LayoutError(f"kv_cache_groups_data_refs name tensors outside 0..{len(self.gpu) - 1}")
         self.num_gpu_blocks = min(tensor.num_blocks for tensor in self.gpu)

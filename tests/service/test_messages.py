@@ -8,6 +8,8 @@ from service.harness import BLOCK, Rig, tokens
 from service.harness import chain as chain_of
 
 import kvoffload as kv
+from kvoffload.events.publisher import FeedPublisher
+from kvoffload.events.subscriber import subscribe
 from kvoffload.transfer.worker import OffloadingWorker
 
 HERE = "host-visible"
@@ -30,6 +32,18 @@ def spec_from(**options):
 
 def block(*ids, sizes=None, first=0):
     return kv.GPULoadStoreSpec(list(ids), [len(ids)] if sizes is None else sizes, [first] * len(sizes or [0]))
+
+
+def take_commands():
+    workers = kv.RemoteWorkers(1)
+    try:
+        workers.take_commands()
+    finally:
+        workers.shutdown()
+
+
+def publisher(**options):
+    return FeedPublisher(kv.EventsConfig(**options), engine_block_size=4)
 
 
 PARTS = [
@@ -80,6 +94,20 @@ PARTS = [
     (lambda: kv.RemoteWorkers(1, transport="tcp"), "transport", "got 'tcp'", '"zmq" or "piggyback"'),
     (lambda: kv.RemoteWorkers(1, address=5), "address", "got 5", '"ipc", a path'),
     (lambda: OffloadingWorker().transfer_async(1, (kv.CPULoadStoreSpec([1]),) * 2), "CPU to CPU", "register_handler"),
+    (lambda: spec_from(spec_name="JSONDecoder", spec_module_path="json"), "'JSONDecoder'", "a subclass of"),
+    (lambda: kv.OffloadRankWorker(Rig().config, Rig().kv_caches, rank=3, address="@x"), "rank", "got 3", "0 to 0"),
+    (lambda: kv.OffloadRankWorker(Rig().config, Rig().kv_caches, rank="0", address="@x"), "rank", "got '0'", "0 to 0"),
+    (take_commands, "take_commands", "this one is zmq", "make RemoteWorkers with it"),
+    (lambda: kv.CpuGpuOffloadingHandlers(Rig().kv_caches, 0, 4), "block_size_factor", "got 0 and 4", "at least 1"),
+    (lambda: kv.CanonicalKVCaches([], []), "at least one tensor", "make it with from_layers(...)"),
+    (lambda: kv.OffloadConfig.load("no.toml", env={}), "no.toml", "No such file", "give the path of a .toml or .json"),
+    (lambda: subscribe("abc"), "endpoint", "'abc'", "must look like tcp://host:port, ipc://path or inproc://name"),
+    (lambda: publisher(endpoint="tcp://h"), "endpoint", "'tcp://h'", "port number of 0 to 65535: use tcp://host:port"),
+    (lambda: publisher(replay_endpoint="x"), "replay_endpoint", "'x'", "must look like tcp://host:port"),
+    (lambda: publisher(replay_endpoint="tcp://127.0.0.1:5557"), "5557", "overlap with 1 ranks", "use 5557 and 5558"),
+    (lambda: publisher(encoding="map", consumer="aibrix"), "encoding", "consumer aibrix", "use array"),
+    (lambda: publisher(topic="a", consumer="llm-d"), "topic", "'a'", "must be kv@<pod>@<model>"),
+    (lambda: publisher(merge_replay_from="tcp://a:1"), "merge_replay_from names 1", "one replay endpoint for each"),
     (lambda: kv.OffloadEngine(5, Rig().kv_caches), "config", "got 5", "must be an OffloadConfig"),
     (lambda: kv.OffloadEngine(Rig().config, 5), "kv_caches", "got 5", "CanonicalKVCaches.from_layers(...)"),
     (lambda: kv.OffloadEngine(Rig().config), "kv_caches", "workers", "not both or neither"),

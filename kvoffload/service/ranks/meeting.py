@@ -166,7 +166,9 @@ def connect(address: str, timeout: float) -> tuple[socket.socket, int]:
             sock.close()
             raise
         if time.monotonic() >= deadline:
-            raise ClosedError(f"nobody listens at {address!r} after {timeout} s: {why}")
+            raise ClosedError(
+                f"nobody listens at {address!r} after {timeout} s: {why}; start the deciding process first"
+            )
         time.sleep(_RETRY_SECONDS)
 
 

@@ -86,8 +86,8 @@ class OffloadRankWorker:
         timeout: float = 120.0,
         make_handlers: MakeHandlers | None = None,
     ) -> None:
-        if not 0 <= rank < config.world_size:
-            raise UsageError(f"rank {rank} is not in 0..{config.world_size - 1} (world_size)")
+        if not isinstance(rank, int) or not 0 <= rank < config.world_size:
+            raise UsageError(f"rank must be 0 to {config.world_size - 1}, below world_size; got {rank!r}")
         self.config = config
         self.kv_caches = kv_caches
         self.rank = rank
@@ -114,7 +114,7 @@ class OffloadRankWorker:
         """
         self._process.check()
         if self._executor is not None and not self.lost:
-            raise UsageError(f"rank {self.rank} has joined already")
+            raise UsageError(f"rank {self.rank} has joined already: close() it first")
         self.close(min(10.0, self._timeout))
         if self._handlers is not None:
             jobs = self._worker.pending_jobs()

@@ -107,7 +107,7 @@ class RemoteWorkers:
         """
         agreed = self._channel.agreed
         if agreed is None:
-            raise UsageError("call gather() first")
+            raise UsageError("the ranks have not joined: call gather() first")
         page = sum(agreed.page_sizes) * agreed.block_size_factor
         total = page * self.world_size * num_cpu_blocks
         region = SharedOffloadRegion(None, total, num_cpu_blocks, None, self.world_size, page, progress=self._go_on)
@@ -230,7 +230,10 @@ class RemoteWorkers:
         """
         self._process.check()
         if self.transport != "piggyback":
-            raise UsageError(f"take_commands belongs to the piggyback transport, this one is {self.transport}")
+            raise UsageError(
+                f"take_commands belongs to the piggyback transport, this one is "
+                f"{self.transport}: make RemoteWorkers with it"
+            )
         with self._lock:
             return self._book.take_common()
 

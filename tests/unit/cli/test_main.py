@@ -1,5 +1,6 @@
 """The command line's frame: help, exit codes, one clear line for what is wrong."""
 
+import json
 import re
 import subprocess
 import sys
@@ -81,3 +82,32 @@ def test_schema_writes_what_it_checks(tmp_path, capsys):
     assert cli.main(["schema", str(tmp_path / "new")]) == 0
     assert cli.main(["schema", str(tmp_path / "new"), "--check"]) == 0
     assert all((tmp_path / "new" / name).read_text() == text for name, text in schema.generated().items())
+
+
+def test_schema_as_json_is_one_object(tmp_path, capsys):
+    root = str(tmp_path / "new")
+    assert cli.main(["schema", root, "--check", "--json"]) == 1
+    assert len(json.loads(capsys.readouterr().out)["not_in_step"]) == len(schema.generated())
+    assert cli.main(["schema", root, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["written"]) == len(schema.generated())
+    assert cli.main(["schema", root, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"written": [], "not_in_step": []}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "run --dry --requests 20",
+        "simulate --requests 20 --processes 1",
+        "plan --set gpu_block_size=16 --set cpu_bytes_to_use=1GiB --group 32:8:128",
+        "doctor",
+        "schema --check",
+        "bench chaos --ops 20",
+    ],
+)
+def test_what_goes_into_a_pipe_has_no_colours(line):
+    code = "import sys; from kvoffload.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, *line.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert "\x1b" not in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr

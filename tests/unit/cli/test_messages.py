@@ -156,7 +156,10 @@ def test_a_package_that_is_not_installed_is_named_with_its_remedy(monkeypatch, c
     assert "pip install uvloop" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", ["plan --help", "simulate --requests 20", "run --requests 20 --dry"])
+@pytest.mark.parametrize(
+    "line",
+    ["plan --help", "simulate --requests 20", "run --requests 20 --dry", "doctor", "bench chaos --ops 20 --json"],
+)
 def test_a_reader_that_goes_away_gets_no_traceback(line):
     code = "import sys; from kvoffload.cli.main import main; sys.exit(main(sys.argv[1:]))"
     with subprocess.Popen(

@@ -8,6 +8,7 @@ import pytest
 from feedkit import BLOCK, chain, publisher, removed, stored
 
 from kvoffload.cli.main import main
+from kvoffload.events.register import DynamoIndexer
 
 
 def test_watch_shows_the_snapshot_and_what_follows_as_json_lines(capsys):
@@ -82,3 +83,31 @@ def test_a_publisher_that_does_not_answer_is_named(capsys):
         port = feed.endpoints[0]
     assert main(["feed", "snippet", "--for", "dynamo", "--replay", port, "--timeout", "0.1"]) == 1
     assert f"no answer from {port}" in capsys.readouterr().err
+
+
+def test_a_snippet_as_json_is_one_object_with_the_feeds_own_description(capsys):
+    with publisher(model_name="m") as feed:
+        assert main(["feed", "snippet", "--for", "llm-d", "--replay", feed.replay_endpoints[0], "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["consumer"] == "llm-d"
+    assert shown["feed"]["model_name"] == "m"
+    assert 'topicFilter: "kv@"' in shown["snippet"]
+    assert [set(finding) for finding in shown["findings"]] == [{"name", "text"}] * len(shown["findings"])
+
+
+def test_registering_as_json_is_one_object_with_the_body(monkeypatch, capsys):
+    calls = []
+
+    def answer(_indexer, path, body=None):
+        calls.append(path)
+        return [] if path == "/workers" else None
+
+    monkeypatch.setattr(DynamoIndexer, "_call", answer)
+    with publisher(model_name="m") as feed:
+        arguments = ["--indexer", "http://indexer", "--replay", feed.replay_endpoints[0], "--instance", "7", "--json"]
+        assert main(["feed", "register", *arguments]) == 0
+        registered = json.loads(capsys.readouterr().out)["registered"]
+        assert (registered["instance_id"], registered["model_name"]) == (7, "m")
+        assert calls[-1] == "/register"
+        assert main(["feed", "register", *arguments, "--unregister"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"unregistered": True, "instance_id": 7, "model_name": "m"}

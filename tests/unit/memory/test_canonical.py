@@ -164,9 +164,9 @@ def test_groups_must_name_each_layer_once():
 
 def test_refs_are_checked_against_tensors():
     tensor = CanonicalKVCacheTensor(np.zeros((4, 8), np.int8), 8)
-    with pytest.raises(LayoutError, match="refers to tensor 1 of 1"):
+    with pytest.raises(LayoutError, match="tensor_idx of group 0 must be 0 to 0; got 1"):
         CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(1, 8)]])
-    with pytest.raises(LayoutError, match="uses 9 bytes of tensor 0, whose pages have 8"):
+    with pytest.raises(LayoutError, match="at most the 8 bytes of a page of tensor 0; got 9"):
         CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, 9)]])
     with pytest.raises(LayoutError, match=r"page_size_bytes is 4.*rows have 8 bytes"):
         CanonicalKVCacheTensor(np.zeros((4, 8), np.int8), 4)

@@ -116,7 +116,7 @@ def test_views_serve_as_cpu_tensors_of_handlers_and_as_torch_tensors(make):
         ({"rank": 2}, r"rank 2 in 0..1"),
         ({"rank": -1}, r"rank -1"),
         ({"num_blocks": 0}, "num_blocks 0"),
-        ({"total": 799}, "4 blocks of 2 x 100 bytes need 800 bytes, total_size_bytes is 799"),
+        ({"total": 799}, "total_size_bytes must be at least 800, for 4 blocks of 2 x 100 bytes; got 799"),
         ({"name": "../one"}, "instance_id '../one' must be"),
         ({"name": ""}, "instance_id ''"),
     ],

@@ -40,5 +40,5 @@ def test_bytes_of_another_rank_are_wrong(gpu):
 
 
 def test_a_block_that_cannot_be_cut_is_refused():
-    with pytest.raises(ConfigError, match="multiple of 24 for 3 workers, got 256"):
+    with pytest.raises(ConfigError, match="multiple of 24 for 3 workers; got 256"):
         ShardedGpu(4, 256, 3)

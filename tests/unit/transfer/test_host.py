@@ -177,5 +177,5 @@ def test_sizes_and_tensors_that_do_not_fit_are_refused():
         CpuGpuOffloadingHandlers(caches, 0, 4)
     with pytest.raises(LayoutError, match=r"rows of 16 bytes: factor 2 times 16 bytes"):
         CpuGpuOffloadingHandlers(caches, 2, 4, cpu_tensors=[np.zeros((4, 16), np.int8)])
-    with pytest.raises(LayoutError, match="1 GPU tensors need as many CPU tensors, got 0"):
+    with pytest.raises(LayoutError, match="one for each of 1 GPU tensors; got 0"):
         SingleDirectionOffloadingHandler([np.zeros((4, 16), np.int8)], [], 1, [], True)
