@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options."""
     add = parser.add_argument
     add("traces", nargs="*", type=Path, metavar="TRACE", help="request traces, replayed too (default built-in chats)")
+    add("--skip-bad-lines", action="store_true", help="go on after a trace line that cannot be used, and count it")
     add("--blocks", type=positive, default=1_000_000, metavar="N", help="blocks in the cache (default 1000000)")
     add(
         "--policy", "--policies", type=policies, default="lru,arc", metavar="POLICY,...",
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replay-capacity", type=positive, default=9_000, metavar="N",
         help="blocks in the trace replay (default 9000)",
     )  # fmt: skip
-    add("--vllm-path", type=Path, metavar="FOLDER", help="an unpacked vLLM 0.32 wheel, measured too (default: none)")
+    add("--vllm-path", type=Path, metavar="FOLDER", help="an unpacked vLLM 0.32 wheel, measured too (default none)")
     add(
         "--parts", type=some_of(PARTS), default=",".join(PARTS), metavar="PART,...",
         help="parts to measure (default %(default)s)",
@@ -77,7 +78,9 @@ def run(args: argparse.Namespace) -> int:
         "pins": lambda: measure_pins(makers, keys, args.blocks),
         "longest": lambda: measure_longest(makers, keys, args.blocks, args.operations, args.seed, args.passes),
         "memory": lambda: measure_memory(makers, keys, args.blocks),
-        "replay": lambda: measure_replay(makers, Workload(args.traces, seed=args.seed), args.replay_capacity),
+        "replay": lambda: measure_replay(
+            makers, Workload(args.traces, seed=args.seed, skip_bad_lines=args.skip_bad_lines), args.replay_capacity
+        ),
     }
     result: dict[str, object] = {"blocks": args.blocks}
     for part in args.parts:

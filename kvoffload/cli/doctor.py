@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=Path,
         metavar="CONFIG",
-        help="check for this configuration, .toml or .json (default: the machine alone)",
+        help="check for this configuration, .toml or .json (default the machine alone)",
     )
     add("--clean", action="store_true", help="remove shared memory of dead processes; what is in use is left alone")
     add_json(parser)

@@ -45,6 +45,6 @@ def add_identity_arguments(parser: argparse.ArgumentParser) -> None:
         "--instance",
         type=natural,
         metavar="N",
-        help="the worker's number (default: the one registered with this endpoint, else made from the instance id)",
+        help="the worker's number (default the one registered with this endpoint, else made from the instance id)",
     )
-    parser.add_argument("--model", metavar="NAME", help="model name (default: the publisher's)")
+    parser.add_argument("--model", metavar="NAME", help="model name (default the publisher's)")

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--slot",
         type=natural,
         metavar="N",
-        help="dp_rank slot; take a free one beside the engine's feed (default: the rank)",
+        help="dp_rank slot; take a free one beside the engine's feed (default the rank)",
     )
     parser.add_argument("--unregister", action="store_true", help="only remove the registration")
     add_json(parser)

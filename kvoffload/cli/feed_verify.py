@@ -28,7 +28,7 @@ from kvoffload.events.verify import Finding, Probe, diagnose, probes
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--indexer", type=url, metavar="URL", help="Dynamo's indexer (default: nobody is asked)")
+    parser.add_argument("--indexer", type=url, metavar="URL", help="Dynamo's indexer (default nobody is asked)")
     parser.add_argument(
         "--for",
         "--consumer",

@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_replay,
         metavar="ENDPOINT",
         default="next",
-        help="the publisher's replay endpoint, which answers questions (default: the port after the feed's)",
+        help="the publisher's replay endpoint, which answers questions (default the port after the feed's)",
     )
-    add("--topic", default="", metavar="PREFIX", help="prefix of the topics to show (default: all)")
-    add("--seconds", type=seconds, metavar="SECONDS", help="stop after that long (default: never)")
+    add("--topic", default="", metavar="PREFIX", help="prefix of the topics to show (default all)")
+    add("--seconds", type=seconds, metavar="SECONDS", help="stop after that long (default never)")
     add_json(parser, "print one JSON object a line")
 
 

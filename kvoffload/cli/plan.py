@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=Path,
         metavar="CONFIG",
-        help="configuration file, .toml or .json (default: only --set)",
+        help="configuration file, .toml or .json (default only --set)",
     )
     add(
         "--set",
@@ -41,22 +41,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=_setting,
         metavar="KEY=VALUE",
-        help="set a key of the configuration; may be repeated (default: as in CONFIG)",
+        help="set a key of the configuration; may be repeated (default as in CONFIG)",
     )
-    add("--model", type=Path, metavar="FILE", help="the model's config.json (default: the options below)")
-    add("--layers", type=positive, metavar="N", help="layers, all in one KV-cache group (default: as in --model)")
+    add("--model", type=Path, metavar="FILE", help="the model's config.json (default the options below)")
+    add("--layers", type=positive, metavar="N", help="layers, all in one KV-cache group (default as in --model)")
     add(
         "--kv-heads",
         type=positive,
         metavar="N",
-        help="with --layers: heads of K and of V, over all ranks (default: none)",
+        help="with --layers: heads of K and of V, over all ranks (default none)",
     )
-    add("--head-dim", type=positive, metavar="N", help="with --layers: numbers per head (default: none)")
+    add("--head-dim", type=positive, metavar="N", help="with --layers: numbers per head (default none)")
     add(
         "--latent-dim",
         type=positive,
         metavar="N",
-        help="with --layers: numbers per token of a latent (MLA) cache, instead of heads (default: none)",
+        help="with --layers: numbers per token of a latent (MLA) cache, instead of heads (default none)",
     )
     add(
         "--group",
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_group,
         metavar="LAYERS:KV_HEADS:HEAD_DIM",
         help="the same for one of several KV-cache groups, once per group; LAYERS:mla:LATENT_DIM for a latent cache "
-        "(default: none)",
+        "(default none)",
     )
     add(
         "--dtype", choices=sorted(DTYPE_BYTES), help="type of the KV cache's numbers (default the model's, or bfloat16)"

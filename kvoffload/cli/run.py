@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     amount = parser.add_mutually_exclusive_group()
     amount.add_argument(
-        "--cpu-bytes", type=size, metavar="SIZE", help="host memory, such as 512MiB (default: see --capacity)"
+        "--cpu-bytes", type=size, metavar="SIZE", help="host memory, such as 512MiB (default by --capacity)"
     )
     amount.add_argument(
         "--capacity",
@@ -123,19 +123,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="feed",
         type=endpoint,
         metavar="ENDPOINT",
-        help="publish the events feed there, such as tcp://127.0.0.1:5557 (default: only this process reads it)",
+        help="publish the events feed there, such as tcp://127.0.0.1:5557 (default only this process reads it)",
     )
     feed.add_argument("--no-feed", action="store_true", help="no events feed at all")
     add(
         "--feed-replay",
         type=endpoint,
         metavar="ENDPOINT",
-        help="answer replays there (default: the port after the feed's; for ipc://PATH, ipc://PATH_replay)",
+        help="answer replays there (default the port after the feed's; for ipc://PATH, ipc://PATH_replay)",
     )
     add("--for", "--consumer", dest="consumer", choices=sorted(PRESETS), help="whom the feed must suit (default vllm)")
     add("--forever", action="store_true", help="begin anew at the end, until SIGTERM or Ctrl-C")
-    add("--http", type=address, metavar="HOST:PORT", help="serve /metrics, /livez and /readyz there (default: nowhere)")
-    add("--metrics-dump", type=Path, metavar="FILE", help="write the metrics to FILE at the end (default: nowhere)")
+    add("--http", type=address, metavar="HOST:PORT", help="serve /metrics, /livez and /readyz there (default nowhere)")
+    add("--metrics-dump", type=Path, metavar="FILE", help="write the metrics to FILE at the end (default nowhere)")
     add_json(parser)
 
 

@@ -86,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="blocks computed and offered at a time (default 16)",
     )
     add("--requests", type=positive, metavar="N", help="stop after N requests (default all of a trace, 2000 built-in)")
+    add("--skip-bad-lines", action="store_true", help="go on after a trace line that cannot be used, and count it")
     add("--seed", type=whole, default=0, metavar="N", help="seed of the built-in chats and of the hints (default 0)")
     add("--processes", "--jobs", type=positive, metavar="N", help="processes (default as many as there are CPUs)")
     add_json(parser, "print a JSON list")
@@ -93,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot",
         type=Path,
         metavar="FILE.png",
-        help="draw hit ratio over capacity; needs kvoffload[plot] (default: no picture)",
+        help="draw hit ratio over capacity; needs kvoffload[plot] (default no picture)",
     )
 
 
@@ -108,8 +109,17 @@ def run(args: argparse.Namespace) -> int:
         _check_plot(args.plot)
     cells = []
     for path in args.traces or [None]:
-        source = TraceSource(path, keep_partial=args.partial_blocks == "keep", seed=args.seed, limit=args.requests)
-        unique = source.load().unique_blocks
+        source = TraceSource(
+            path,
+            keep_partial=args.partial_blocks == "keep",
+            seed=args.seed,
+            limit=args.requests,
+            skip_bad_lines=args.skip_bad_lines,
+        )
+        loaded = source.load()
+        unique = loaded.unique_blocks
+        if loaded.bad_lines:
+            print(f"skipped {loaded.bad_lines} line(s), the first: {loaded.first_error}", file=sys.stderr)
         sizes = list(dict.fromkeys(max(1, size.resolve(unique)) for size in args.capacity))
         cells += [
             Cell(source, policy, hint, size, args.warmup, args.store_step)

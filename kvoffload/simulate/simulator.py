@@ -46,13 +46,28 @@ class SimulatedTrace:
         keep_partial: Also keep a prompt's unfinished last block.
         seed: Seed of the built-in chats and of the hints.
         limit: Requests to take.
+        skip_bad_lines: Go on after a line that cannot be used, and count it.
     """
 
     def __init__(
-        self, path: Path | None, *, keep_partial: bool = False, seed: int = 0, limit: int | None = None
+        self,
+        path: Path | None,
+        *,
+        keep_partial: bool = False,
+        seed: int = 0,
+        limit: int | None = None,
+        skip_bad_lines: bool = False,
     ) -> None:
-        workload = Workload([path] if path is not None else [], seed=seed, limit=limit, keep_partial=keep_partial)
-        self.unique_blocks = workload.measure().unique_blocks
+        workload = Workload(
+            [path] if path is not None else [],
+            seed=seed,
+            limit=limit,
+            keep_partial=keep_partial,
+            skip_bad_lines=skip_bad_lines,
+        )
+        measured = workload.measure()
+        self.unique_blocks, self.bad_lines = measured.unique_blocks, measured.bad_lines
+        self.first_error = workload.first_error()
         self.name = workload.name if path is None else str(path)  # as given: file names alone may be equal
         self.block_tokens = workload.block_tokens
         self.seed = seed

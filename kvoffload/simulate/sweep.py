@@ -24,10 +24,17 @@ class TraceSource:
     keep_partial: bool = False
     seed: int = 0
     limit: int | None = None
+    skip_bad_lines: bool = False
 
     def load(self) -> SimulatedTrace:
         """Read it."""
-        return SimulatedTrace(self.path, keep_partial=self.keep_partial, seed=self.seed, limit=self.limit)
+        return SimulatedTrace(
+            self.path,
+            keep_partial=self.keep_partial,
+            seed=self.seed,
+            limit=self.limit,
+            skip_bad_lines=self.skip_bad_lines,
+        )
 
 
 @dataclass(frozen=True, slots=True)

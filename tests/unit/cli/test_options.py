@@ -77,7 +77,7 @@ def test_every_option_says_what_it_is_and_its_default_in_one_form(path):
         if action.required and action.option_strings:
             assert help_text.endswith("(required)"), help_text
             continue
-        told = re.search(r"\(default:? (.+)\)$", help_text)
+        told = re.search(r"\(default ([^:].*)\)$", help_text)
         assert told, f"{name}: {help_text!r} does not end in its default"
         if isinstance(action.default, str | int | float) and action.default not in {"next", ""}:
             plain = str(action.default)

@@ -69,6 +69,19 @@ def test_what_cannot_be_run_is_refused_before_anything_runs(capsys, options, sai
     assert said in capsys.readouterr().err
 
 
+def test_a_bad_line_is_skipped_and_counted_when_asked_for(tmp_path, capsys):
+    path = tmp_path / "t.jsonl"
+    line = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n'
+    path.write_text(line + "{oops\n" + line)
+    options = ["simulate", str(path), "--policy", "lru", "--capacity", "100%", "--warmup", "0", "--json"]
+    assert main(options) == 2
+    assert "--skip-bad-lines" in capsys.readouterr().err
+    assert main([*options, "--skip-bad-lines"]) == 0
+    captured = capsys.readouterr()
+    assert f"skipped 1 line(s), the first: {path}:2: not JSON" in captured.err
+    assert len(json.loads(captured.out)) == 1
+
+
 @pytest.mark.parametrize("options", [["--capacity", "0%"], ["--capacity", "5%,,"], ["--warmup", "1"]])
 def test_values_out_of_range_are_usage_mistakes(capsys, options):
     with pytest.raises(SystemExit) as stop:
