@@ -120,6 +120,7 @@ def run(args: argparse.Namespace) -> int:
         unique = loaded.unique_blocks
         if loaded.bad_lines:
             print(f"skipped {loaded.bad_lines} line(s), the first: {loaded.first_error}", file=sys.stderr)
+        del loaded  # a long trace is not held twice
         sizes = list(dict.fromkeys(max(1, size.resolve(unique)) for size in args.capacity))
         cells += [
             Cell(source, policy, hint, size, args.warmup, args.store_step)

@@ -101,3 +101,13 @@ def test_the_plot_is_written(capsys, tmp_path):
     picture = tmp_path / "hits.png"
     assert main([*SMALL, "--policy", "lru,adaptive,belady", "--capacity", "5%,20%", "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
+@pytest.mark.parametrize(("name", "told"), [("x.zzz", "must end in one of ."), ("no/x.png", "there is no folder")])
+def test_a_picture_that_could_not_be_drawn_is_refused_before_the_time_is_spent(name, told, tmp_path, capsys):
+    assert main([*SMALL, "--plot", str(tmp_path / name)]) == 2
+    message = capsys.readouterr().err
+    assert "--plot" in message
+    assert name in message
+    assert told in message
