@@ -48,7 +48,7 @@ class PolicyAtOnce:
             ids = np.array([self._free.pop() for _ in keys], np.int64)
             self.policy.insert_blocks(keys, ids)
             self._table.keys[ids] = keys
-            self._table.publish(keys, ids.tolist())
+            self._table.enter(keys, ids.tolist())
             self._held += len(keys)
 
     def _evict(self, count):
