@@ -23,7 +23,7 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qs
 
-from kvoffload.errors import KVOffloadError
+from kvoffload.errors import KVOffloadError, UsageError
 from kvoffload.service.service import OffloadService
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,12 @@ def make_app(service: OffloadService | Find, *, state: bool = False, admin: bool
         service: The service, or a function that finds it (None: not started yet), for apps built before their lifespan.
         state: Also serve `/state`.
         admin: Also serve `/admin/...`.
+
+    Raises:
+        UsageError: It is neither a service nor a function.
     """
+    if not callable(service) and not isinstance(service, OffloadService):
+        raise UsageError(f"service must be an OffloadService, or a function that returns one or None; got {service!r}")
     find: Find = service if callable(service) else lambda: service
     pages: dict[str, Callable[[OffloadService | None, Mapping[str, str]], Awaitable[Answer]]] = {
         "/metrics": _metrics,

@@ -265,6 +265,8 @@ class OffloadConfig(_Model):
         Raises:
             ConfigError: The file cannot be read, or a key or value is wrong.
         """
+        if not isinstance(path, str | os.PathLike | None):
+            raise ConfigError(f"path must be the path of a .toml or .json file; got {path!r}")
         values: dict[str, Any] = {}
         file = _read_file(Path(path)) if path is not None else {}
         variables = _read_env(cls, os.environ if env is None else env)
@@ -299,6 +301,8 @@ def _read_env(model: type[BaseModel], env: Mapping[str, str]) -> dict[str, Any]:
         rest = name.removeprefix(ENV_PREFIX)
         if rest == name or _KUBERNETES_LINK.fullmatch(rest):
             continue
+        if not isinstance(text, str):
+            raise ConfigError(f"{name} must be text, as all variables are; got {text!r}")
         first, *below = rest.lower().split("__")
         known = EventsConfig.model_fields if below and first == "events" else model.model_fields
         leaf = below[0] if below and first == "events" else first

@@ -196,17 +196,17 @@ def check_ports(endpoint: str, replay_endpoint: str | None, ranks: int) -> None:
         ConfigError: They do; the message names both.
     """
     if replay_endpoint is None:
-        tcp_port(endpoint)
+        tcp_port(endpoint, "events.endpoint")
         return
-    live, replay = tcp_port(endpoint), tcp_port(replay_endpoint, "replay_endpoint")
+    live, replay = tcp_port(endpoint, "events.endpoint"), tcp_port(replay_endpoint, "events.replay_endpoint")
     if live is None or replay is None:
         if endpoint == replay_endpoint:
-            raise ConfigError(f"endpoint and replay_endpoint are both {endpoint!r}: each needs its own")
+            raise ConfigError(f"events.endpoint and events.replay_endpoint are both {endpoint!r}: each needs its own")
         return
     if live and replay and abs(live - replay) < ranks:
         raise ConfigError(
-            f"endpoint {endpoint!r} and replay_endpoint {replay_endpoint!r} overlap with {ranks} ranks: ports {live} "
-            f"to {live + ranks - 1} and {replay} to {replay + ranks - 1}; use {live} and {live + ranks}"
+            f"events.endpoint {endpoint!r} and events.replay_endpoint {replay_endpoint!r} overlap with {ranks} ranks: "
+            f"ports {live} to {live + ranks - 1} and {replay} to {replay + ranks - 1}; use {live} and {live + ranks}"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvoffload.config import OffloadConfig
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, RegistrationError
 from kvoffload.manager.base import OffloadingManager
 from kvoffload.manager.cpu import CPUOffloadingManager
 from kvoffload.manager.reuse_filter import FilterReusedOffloadingManager
@@ -55,12 +55,15 @@ class CPUOffloadingSpec(OffloadingSpec):
         """
         if self._manager is None:
             config = self.config
-            manager: OffloadingManager = CPUOffloadingManager(
-                num_blocks=self.num_blocks,
-                cache_policy=config.eviction_policy,
-                enable_events=True,  # the service learns of removals from them, also where no feed is published
-                block_tokens=config.block_size,
-            )
+            try:
+                manager: OffloadingManager = CPUOffloadingManager(
+                    num_blocks=self.num_blocks,
+                    cache_policy=config.eviction_policy,
+                    enable_events=True,  # the service learns of removals from them, also where no feed is published
+                    block_tokens=config.block_size,
+                )
+            except RegistrationError as error:
+                raise RegistrationError(f"eviction_policy: {error}") from None
             if config.store_threshold >= 2:
                 manager = FilterReusedOffloadingManager(
                     backing=manager,

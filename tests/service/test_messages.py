@@ -8,8 +8,10 @@ from service.harness import BLOCK, Rig, tokens
 from service.harness import chain as chain_of
 
 import kvoffload as kv
+from kvoffload.asgi import make_app
 from kvoffload.events.publisher import FeedPublisher
 from kvoffload.events.subscriber import subscribe
+from kvoffload.service.ranks.launcher import RankLauncher
 from kvoffload.transfer.worker import OffloadingWorker
 
 HERE = "host-visible"
@@ -32,6 +34,11 @@ def spec_from(**options):
 
 def block(*ids, sizes=None, first=0):
     return kv.GPULoadStoreSpec(list(ids), [len(ids)] if sizes is None else sizes, [first] * len(sizes or [0]))
+
+
+def started(**options):
+    with kv.OffloadEngine(kv.OffloadConfig(**{**CONFIG, **options}), Rig().kv_caches):
+        pass
 
 
 def take_commands():
@@ -100,10 +107,18 @@ PARTS = [
     (take_commands, "take_commands", "this one is zmq", "make RemoteWorkers with it"),
     (lambda: kv.CpuGpuOffloadingHandlers(Rig().kv_caches, 0, 4), "block_size_factor", "got 0 and 4", "at least 1"),
     (lambda: kv.CanonicalKVCaches([], []), "at least one tensor", "make it with from_layers(...)"),
+    (lambda: make_app(5), "service", "got 5", "an OffloadService, or a function that returns one"),
+    (lambda: started(eviction_policy="mru"), "eviction_policy", "'mru'", "known are adaptive, arc, lru"),
+    (lambda: started(cpu_bytes_to_use=100), "cpu_bytes_to_use", "got 100", "at least one offloaded block of 128 bytes"),
+    (lambda: started(cpu_bytes_to_use="900TB"), "900000000000000 bytes needed", "ask for fewer", "cpu_bytes_to_use"),
+    (lambda: started(gpu_block_size=(4, 8)), "gpu_block_size names 2 groups", "have 1", "give one size for each"),
+    (lambda: kv.OffloadConfig.load(5), "path", "got 5", "the path of a .toml or .json file"),
+    (lambda: kv.OffloadConfig.load(env={"KVOFFLOAD_WORLD_SIZE": 5}), "KVOFFLOAD_WORLD_SIZE", "got 5", "must be text"),
+    (lambda: RankLauncher("a:b", world_size="1", address="@a"), "world_size", "got '1'", "whole number of at least 1"),
     (lambda: kv.OffloadConfig.load("no.toml", env={}), "no.toml", "No such file", "give the path of a .toml or .json"),
     (lambda: subscribe("abc"), "endpoint", "'abc'", "must look like tcp://host:port, ipc://path or inproc://name"),
-    (lambda: publisher(endpoint="tcp://h"), "endpoint", "'tcp://h'", "port number of 0 to 65535: use tcp://host:port"),
-    (lambda: publisher(replay_endpoint="x"), "replay_endpoint", "'x'", "must look like tcp://host:port"),
+    (lambda: publisher(endpoint="tcp://h"), "events.endpoint", "'tcp://h'", "port number of 0 to 65535: use tcp://host:port"),
+    (lambda: publisher(replay_endpoint="x"), "events.replay_endpoint", "'x'", "must look like tcp://host:port"),
     (lambda: publisher(replay_endpoint="tcp://127.0.0.1:5557"), "5557", "overlap with 1 ranks", "use 5557 and 5558"),
     (lambda: publisher(encoding="map", consumer="aibrix"), "encoding", "consumer aibrix", "use array"),
     (lambda: publisher(topic="a", consumer="llm-d"), "topic", "'a'", "must be kv@<pod>@<model>"),

@@ -71,6 +71,8 @@ class RankLauncher:
     ) -> None:
         if ":" not in target:
             raise UsageError(f"target must be 'package.module:function', got {target!r}")
+        if not isinstance(world_size, int) or world_size < 1:
+            raise UsageError(f"world_size must be a whole number of at least 1; got {world_size!r}")
         self._target, self._address = target, address
         self._arguments = dict(arguments or {})
         self._pass_fds = tuple(pass_fds)
