@@ -47,12 +47,17 @@ LAG_MS = 20.0
 _BLOCKS, _SHARD_BYTES = 64, 1024
 _LEAST_REGION = 64 << 10
 _ECHO = """
-import sys, zmq
+import os, sys, zmq
 socket = zmq.Context().socket(zmq.DEALER)
+socket.rcvtimeo = 500
 socket.connect(sys.argv[1])
 socket.send(b"here")
-while True:
-    socket.send(socket.recv())
+while os.getppid() == int(sys.argv[2]):  # a parent that was interrupted while it started this does not know of it
+    try:
+        socket.send(socket.recv())
+    except zmq.Again:
+        pass
+os._exit(0)
 """
 
 
@@ -145,7 +150,7 @@ def _echoes(count: int) -> Iterator[Callable[[int], None]]:
 
     try:
         processes.extend(
-            subprocess.Popen([sys.executable, "-c", _ECHO, endpoint], process_group=0)  # noqa: S603
+            subprocess.Popen([sys.executable, "-c", _ECHO, endpoint, str(os.getpid())], process_group=0)  # noqa: S603
             for endpoint in endpoints
         )
         for socket in sockets:
