@@ -117,9 +117,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             _drop_output()
             return _complain(parser, error if str(error) else "not enough memory", FAILED)
         except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] == "kvoffload":
+            package = (error.name or "").partition(".")[0]
+            if package == "kvoffload":
                 raise
-            return _complain(parser, f"the package {error.name!r} is not installed: pip install {error.name}", FAILED)
+            extra = f"kvoffload[{package}]" if package in {"torch", "uvloop"} else "kvoffload"
+            return _complain(parser, f"the package {package!r} is not installed: pip install '{extra}'", FAILED)
         except KeyboardInterrupt:
             print("terminated" if signals.terminated else "interrupted", file=sys.stderr)
             return TERMINATED if signals.terminated else INTERRUPTED

@@ -153,7 +153,7 @@ def test_a_publisher_that_does_not_answer_is_told_with_what_to_try(capsys):
 def test_a_package_that_is_not_installed_is_named_with_its_remedy(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "uvloop", None)
     assert main(["bench", "chaos", "--ops", "1", "--uvloop"]) == 1
-    assert "pip install uvloop" in capsys.readouterr().err
+    assert "'uvloop' is not installed: pip install 'kvoffload[uvloop]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
