@@ -12,8 +12,8 @@ Theory of operation. A block's memory is in one of four states, and every change
 `prepare_store` or `prepare_load`) is known by its ticket and remembers its blocks until the copy's end is reported, so
 a late report finds exactly the memory it speaks of, whatever happened to the keys meanwhile.
 
-The manager is three classes, one upon the other: `Residency` has the state and what only reads it, `Transfers` reserves
-and completes copies, and here is what drops keys before their time: giving a copy up, discarding, resetting.
+The manager is three classes, one upon the other: `BlockStates` has the state and what only reads it, `Transfers`
+reserves and completes copies, and here is what drops keys before their time: giving a copy up, discarding, resetting.
 
 Per-block state is in the columns of a `BlockTable`, and a call works on whole batches. The usual completion names
 exactly the keys of its reservation: it takes the blocks from there and looks nothing up.
@@ -32,7 +32,7 @@ from kvoffload.manager.transfers import Transfers
 
 
 class CPUOffloadingManager(Transfers):
-    """Keeps blocks of host memory under a pluggable cache policy; see `Residency` for the arguments."""
+    """Keeps blocks of host memory under a pluggable cache policy; see `BlockStates` for the arguments."""
 
     # ---- giving up
 

@@ -12,14 +12,14 @@ import numpy as np
 from kvoffload.errors import UsageError
 from kvoffload.keys import OffloadKey
 from kvoffload.manager.base import PrepareStoreOutput, ReqContext
+from kvoffload.manager.block_states import BlockStates
 from kvoffload.manager.block_table import NO_IDS, Ids
 from kvoffload.manager.policies.base import WRITING
 from kvoffload.manager.reservations import Owners
-from kvoffload.manager.residency import Residency
 from kvoffload.manager.specs import CPULoadStoreSpec
 
 
-class Transfers(Residency):
+class Transfers(BlockStates):
     """What reserves blocks for copies, and what their ends mean for the blocks."""
 
     # ---- loads

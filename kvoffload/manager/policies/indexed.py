@@ -24,7 +24,7 @@ ANY_PART = 0
 Victim = tuple[OffloadKey, BlockStatus]
 
 
-class BlockOrder(Protocol):
+class BatchPolicy(Protocol):
     """What a manager needs of a policy: batches of keys with their blocks, in matching order."""
 
     def evict_for(self, offered: Sequence[OffloadKey], idle: Ids, count: int) -> Ids | None:
@@ -321,7 +321,7 @@ class PolicyAdapter:
 _ADAPTED = ("get", "insert", "remove", "evict", "on_ready", "on_pinned", "on_unpinned")
 
 
-def order_of(policy: CachePolicy, table: BlockTable) -> BlockOrder:
+def order_of(policy: CachePolicy, table: BlockTable) -> BatchPolicy:
     """Return how a manager drives `policy` on its table: directly, or, where its class says more, by the adapter."""
     kind = type(policy)
     if isinstance(policy, IndexedPolicy) and all(getattr(kind, m) is getattr(IndexedPolicy, m) for m in _ADAPTED):

@@ -1,4 +1,4 @@
-"""`Residency`: the state of every block of host memory, and what can be read from it. Reference, chapter 4.
+"""`BlockStates`: the state of every block of host memory, and what can be read from it. Reference, chapter 4.
 
 Which states there are, and who changes them, says `kvoffload.manager.cpu`.
 """
@@ -23,7 +23,7 @@ from kvoffload.manager.specs import CPULoadStoreSpec
 _MATCHES = tuple(Match(ready, 0) for ready in range(1024))
 
 
-class Residency(OffloadingManager):
+class BlockStates(OffloadingManager):
     """The state of a manager of host memory: lookups, statistics and the outbox; `CPUOffloadingManager` has the rest.
 
     Args:
