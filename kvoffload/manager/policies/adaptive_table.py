@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from heapq import heapify, heappop, heappush
-from itertools import takewhile
 
 from kvoffload.manager.policies.adaptive_hazard import (
     BINS,
@@ -16,6 +15,8 @@ from kvoffload.manager.policies.adaptive_hazard import (
     age_bin,
 )
 from kvoffload.manager.policies.adaptive_node import Node
+
+Queue = OrderedDict[Node, None]
 
 _PRIOR_HAZARD = 0.06
 _KIND_WEIGHT = 240.0
@@ -41,6 +42,7 @@ class ReuseTable:
         "_heap",
         "_margins",
         "_next_due",
+        "_queues",
         "_requests",
         "classes",
         "now",
@@ -51,6 +53,7 @@ class ReuseTable:
         self.weight = 1.0
         self.now = 0.0
         self.classes: dict[ClassKey, ReuseClass] = {}
+        self._queues: list[list[tuple[Queue, Queue, ReuseClass]]] = [[] for _ in range(BINS)]  # all there are, by bin
         self._margins: dict[tuple[int, int, int], Sums] = {}  # kind, level or -1, hint or -1
         self._requests = 0
         self._base: dict[int, list[float]] = {}
@@ -70,6 +73,8 @@ class ReuseTable:
                 wider += [(kind, level, -1), (kind, -1, hint)] if hint else [(kind, level, -1)]
             margins = tuple(self._margins.setdefault(name, Sums()) for name in wider)
             found = self.classes[key] = ReuseClass(key, margins)
+            for queues, cell, watched in zip(self._queues, found.cells, found.exposures, strict=True):
+                queues.append((cell, watched, found))
             self._update_base()
             found.update_rank(self._base[kind])
         return found
@@ -129,21 +134,17 @@ class ReuseTable:
         for index in bins:
             due[index] = now + (EDGES_SECONDS[index + 1] - EDGES_SECONDS[index]) * _SCAN_SHARE
         self._next_due = min(due)
-        classes = self.classes.values()
         for index in bins:
             limit = now - EDGES_SECONDS[index + 1]
-            for reuse in classes:
-                cell = reuse.cells[index]
+            for cell, watched, reuse in self._queues[index]:
                 if cell and next(iter(cell)).time <= limit:
                     self._age_cell(reuse, index, limit)
-                watched = reuse.exposures[index]
                 if watched and next(iter(watched)).time <= limit:
                     self._age_exposures(reuse, index, limit)
 
     def _age_cell(self, reuse: ReuseClass, index: int, limit: float) -> None:
         cell = reuse.cells[index]
-        old = list(takewhile(lambda node: node.time <= limit, cell))
-        for node in old:
+        for node in _until(limit, cell):
             del cell[node]
             node.age_bin = index + 1
             self._enter(node, reuse, index + 1)
@@ -151,9 +152,8 @@ class ReuseTable:
     def _age_exposures(self, reuse: ReuseClass, index: int, limit: float) -> None:
         watched = reuse.exposures[index]
         following = reuse.exposures[index + 1] if index + 1 < BINS - 1 else None
-        old = list(takewhile(lambda node: node.time <= limit, watched))
         blocks = 0
-        for node in old:
+        for node in _until(limit, watched):
             del watched[node]
             node.exposure = following
             if following is not None:
@@ -218,7 +218,7 @@ class ReuseTable:
         for sums in everything:
             sums.decay()
 
-    def lowest(self) -> tuple[float, OrderedDict[Node, None]] | None:
+    def lowest(self) -> tuple[float, Queue] | None:
         """Return rank and cell of what is worth least; None when nothing is evictable."""
         heap = self._heap
         while heap:
@@ -249,12 +249,18 @@ class ReuseTable:
             known = self._expected[kind, levels, priority] = weighted / sum(reuse.ranked_blocks for reuse in likely)
         return known
 
-    def least_recent(self) -> OrderedDict[Node, None] | None:
+    def least_recent(self) -> Queue | None:
         """Return the cell whose head has been unused longest: plain LRU order."""
+        oldest: Queue | None = None
+        since = 0.0
         for index in range(BINS - 1, -1, -1):
-            cells = [reuse.cells[index] for reuse in self.classes.values() if reuse.cells[index]]
-            if cells:
-                return min(cells, key=lambda cell: next(iter(cell)).time)
+            for cell, _, _ in self._queues[index]:
+                if cell:
+                    time = next(iter(cell)).time
+                    if oldest is None or time < since:
+                        oldest, since = cell, time
+            if oldest is not None:
+                return oldest
         return None
 
     def clear(self) -> None:
@@ -265,3 +271,13 @@ class ReuseTable:
                     queue.clear()
             reuse.in_heap = [False] * BINS
         self._heap.clear()
+
+
+def _until(limit: float, queue: Queue) -> list[Node]:
+    """Return the first nodes that have been unused since `limit` or longer."""
+    nodes = []
+    for node in queue:
+        if node.time > limit:
+            break
+        nodes.append(node)
+    return nodes
