@@ -163,7 +163,8 @@ class _BareEventfd:
 
     def _on_readable(self) -> None:
         os.eventfd_read(self._answer)
-        self._future.set_result(None)
+        if not self._future.done():  # it is cancelled by an interrupt
+            self._future.set_result(None)
 
     async def round_trip(self) -> tuple[float, float]:
         """Return the seconds from asking to the coroutine's resumption, and of the thread's answer alone."""
