@@ -23,6 +23,8 @@ ELSEWHERE = {
     "python -m dynamo.indexer": "tests/integration/test_dynamo_tools.py",
     "kvoffload feed": "tests/integration/test_dynamo_tools.py, which takes the lines from the page",
     "python -m vllm_router.launch_router": "tests/integration/test_vllm_router.py",
+    "python -m tests.reference.adaptive_compare": "tests/property/test_adaptive_reference.py runs it",
+    "PYTHONPATH=tests kvoffload simulate": "tests/property/test_adaptive_reference.py loads that policy",
     "vllm serve MODEL": "tests/integration/test_vllm_server.py takes it from the page",
     "python=$(.ci/vllm.sh /tmp/vllm-cpu)": ".ci/run does the same",
     "KVOFFLOAD_VLLM_PYTHON=$python python -m pytest": ".ci/run does the same",

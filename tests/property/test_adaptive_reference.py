@@ -1,12 +1,13 @@
 """The adaptive policy decides as the plain reference of its algorithm, request by request."""
 
+import json
 import os
 import random
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
-from reference import adaptive_reference
+from reference import adaptive_compare, adaptive_reference
 from reference.adaptive_compare import requests_of
 from reference.adaptive_driver import PolicyAtOnce
 from reference.adaptive_reference import AdaptiveReference
@@ -135,6 +136,30 @@ def test_steps_change_little_on_a_trace(name, percent):
     """Within 0.3 points, but where a few requests fill the memory: one is better, one worse; see docs/policies.md."""
     expected = {("synthetic", 1): 0.52, ("agentic", 1): -0.76}.get((name, percent), 0.0)
     assert points_beside_the_reference(recorded(name), percent) == pytest.approx(expected, abs=0.3)
+
+
+def test_the_comparison_prints_a_row_for_each_way_to_decide(tmp_path, capsys):
+    chain = [[6 * chat + at for at in range(6)] for chat in range(10)]
+    requests = [
+        {"timestamp": 500 * at, "input_length": 3072, "output_length": 8, "hash_ids": chain[at % 10]}
+        for at in range(120)
+    ]
+    path = tmp_path / "TRACE.jsonl"
+    path.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    adaptive_compare.main([str(path), "--capacity", "40%,12"])
+    title, *rows = capsys.readouterr().out.splitlines()
+    assert title.endswith("blocks: 24 12")
+    assert [row.split("  ")[0] for row in rows] == [
+        "reference, answers known, ghosts 8x", "reference, answers known, ghosts 4x",
+        "reference, answers unknown, ghosts 4x", "adaptive, whole requests", "", "adaptive, manager, steps of 16",
+    ]  # fmt: skip
+    assert rows[4].split()[-2:] == ["0", "0"]
+
+
+def test_the_plain_lru_that_costs_are_compared_with_is_a_policy_of_the_simulator():
+    chats = built_in(0, 500)
+    plain = simulate(chats, "reference.plain_policies:PlainLRU", 300)
+    assert plain.prefix_hit_ratio == simulate(chats, "lru", 300).prefix_hit_ratio > 0
 
 
 def never_looks(_self, own_hits, lru_hits, asked):

@@ -27,13 +27,13 @@ def requests_of(trace):
     return [(request.keys, request.arrival_seconds - start, request.output_tokens) for request in trace.requests]
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m tests.reference.adaptive_compare", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE")
     parser.add_argument("--capacity", default="1%,2%,5%,10%,20%")
     parser.add_argument("--prototype", type=Path, metavar="FOLDER")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     for path in arguments.traces:
         trace = SimulatedTrace(path)
         sizes = [capacity(text).resolve(trace.unique_blocks) for text in arguments.capacity.split(",")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import islice
 
 from kvoffload.manager.policies.base import CachePolicy
 
@@ -26,7 +27,7 @@ class PlainLRU(CachePolicy):
                 self.blocks.move_to_end(key)
 
     def evict(self, n, protected):
-        victims = [(k, b) for k, b in self.blocks.items() if b.ref_cnt == 0 and k not in protected][:n]
+        victims = list(islice(((k, b) for k, b in self.blocks.items() if b.ref_cnt == 0 and k not in protected), n))
         if len(victims) < n:
             return None
         for key, _ in victims:
