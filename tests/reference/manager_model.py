@@ -137,8 +137,8 @@ class CheckedManager:
             ready += 1
         return Match(ready, held - ready)
 
-    def touch(self, keys):
-        self.manager.touch(keys, ReqContext())
+    def touch(self, keys, req_id=None):
+        self.manager.touch(keys, ReqContext(req_id))
 
     def prepare_load(self, keys):
         if any(key not in self.held or key in self.writing for key in keys):
@@ -377,7 +377,7 @@ class RandomCaller:
         self.checked.lookup_prefix(self.some(), self.request())
 
     def touch(self):
-        self.checked.touch(self.some())
+        self.checked.touch(self.some(), self.request())
 
     def refresh(self):
         target = getattr(self.checked.manager, "_backing", self.checked.manager)

@@ -206,6 +206,9 @@ class AdaptiveCachePolicy(IndexedPolicy):
         req_id, chains = context.req_id, group_chains(keys)
         state = self._open.get(req_id)
         if state is not None and req_id is not None:
+            if not state.is_continued_by(chains):
+                self._let_go(state)
+                state = self._open[req_id] = state.successor()
             self._learner.again(state, chains)
             return
         if state is not None:

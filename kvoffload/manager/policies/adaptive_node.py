@@ -37,6 +37,20 @@ class RequestState:
         self.storing = False
         self.declined = False
 
+    def is_continued_by(self, chains: list[list[OffloadKey]]) -> bool:
+        """Whether `chains` name all that is claimed so far: the same lists, or longer ones, or more of them."""
+        if len(chains) < len(self.chains):
+            return False
+        return all(new[: len(old)] == old for old, new in zip(self.chains, chains, strict=False))
+
+    def successor(self) -> RequestState:
+        """Return what takes over when the request comes again with other keys; the old claim ends."""
+        state = RequestState(self.chains)
+        state.matched = self.matched
+        state.start = self.start
+        state.storing, state.declined = self.storing, self.declined
+        return state
+
 
 class Node:
     """A run of keys with one parent and no fork inside.

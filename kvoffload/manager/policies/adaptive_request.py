@@ -97,16 +97,15 @@ class RequestLearner:
         return known, own, lru
 
     def again(self, state: RequestState, chains: list[list[OffloadKey]]) -> None:
-        """Claim the nodes of a request that is tried once more, with more keys perhaps; nothing is counted."""
-        for index, chain in enumerate(chains):
+        """Claim the nodes of a request that is tried once more, with other keys perhaps; nothing is counted."""
+        before = {chain[0]: known for chain, known in zip(state.chains, state.matched, strict=True) if chain}
+        state.matched = []
+        for chain in chains:
             path, known = self._tree.walk(chain, state)
             for node in path:
                 node.leave_cell()
                 node.busy = state
-            if index < len(state.matched):
-                state.matched[index] = min(state.matched[index], known)
-            else:
-                state.matched.append(known)
+            state.matched.append(min(known, before.get(chain[0], known)))
         state.chains = chains
         state.open = True
 

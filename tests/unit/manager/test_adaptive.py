@@ -163,6 +163,37 @@ def test_requests_that_never_end_are_bounded():
     assert manager.stats().policy["finished_requests"] == 1100 - 1024
 
 
+def begun_again(first, then):
+    """A full memory of one request that came twice, and ended with the keys of its second touch."""
+    r = Requests(4)
+    request = ReqContext("again")
+    r.manager.touch(first, request)
+    output = r.manager.prepare_store(first, request)
+    r.manager.complete_store(output.keys_to_store, ticket=output.ticket)
+    r.manager.touch(then, request)
+    check_adaptive(r.policy)
+    r.manager.finish_request(request, None, then)
+    check_adaptive(r.policy)
+    return r
+
+
+@pytest.mark.parametrize("then", [keys("AB"), keys("ABX"), keys("AB", group=1), []])
+def test_what_a_request_that_comes_again_names_no_more_can_be_evicted(then):
+    first = keys("AB") + keys("AB", group=1)
+    r = begun_again(first, then)
+    output = r.manager.prepare_store(keys("EFGH"), ReqContext())
+    assert sorted(output.evicted_keys) == sorted(first)
+
+
+def test_a_request_that_comes_again_without_keys_can_store_into_a_full_memory():
+    r = Requests(4)
+    r.serve("ABCD")
+    request = r.begin("EF")
+    r.manager.touch([], request)
+    assert r.store("EF", request) is not None
+    check_adaptive(r.policy)
+
+
 def test_answer_blocks_continue_their_prompt():
     requests = Requests(10)
     request = requests.begin("abc")
