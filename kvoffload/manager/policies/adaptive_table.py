@@ -137,23 +137,24 @@ class ReuseTable:
         for index in bins:
             limit = now - EDGES_SECONDS[index + 1]
             for cell, watched, reuse in self._queues[index]:
-                if cell and next(iter(cell)).time <= limit:
-                    self._age_cell(reuse, index, limit)
+                while cell:
+                    node = next(iter(cell))
+                    if node.time > limit:
+                        break
+                    del cell[node]
+                    node.age_bin = index + 1
+                    self._enter(node, reuse, index + 1)
                 if watched and next(iter(watched)).time <= limit:
                     self._age_exposures(reuse, index, limit)
-
-    def _age_cell(self, reuse: ReuseClass, index: int, limit: float) -> None:
-        cell = reuse.cells[index]
-        for node in _until(limit, cell):
-            del cell[node]
-            node.age_bin = index + 1
-            self._enter(node, reuse, index + 1)
 
     def _age_exposures(self, reuse: ReuseClass, index: int, limit: float) -> None:
         watched = reuse.exposures[index]
         following = reuse.exposures[index + 1] if index + 1 < BINS - 1 else None
         blocks = 0
-        for node in _until(limit, watched):
+        while watched:
+            node = next(iter(watched))
+            if node.time > limit:
+                break
             del watched[node]
             node.exposure = following
             if following is not None:
@@ -271,13 +272,3 @@ class ReuseTable:
                     queue.clear()
             reuse.in_heap = [False] * BINS
         self._heap.clear()
-
-
-def _until(limit: float, queue: Queue) -> list[Node]:
-    """Return the first nodes that have been unused since `limit` or longer."""
-    nodes = []
-    for node in queue:
-        if node.time > limit:
-            break
-        nodes.append(node)
-    return nodes
