@@ -7,6 +7,10 @@
 
 The model is a toy on numpy arrays, but it reads what it wrote: its next token is made from the KV data of all tokens
 before it, so a block that was lost, stale or overwritten would show in the answer.
+
+At a request's end it says what only a front end knows, which is worth more than any policy (docs/policies.md): the user
+closes the session with this turn, or the answer calls a tool and goes on when that is done. It does not say whether an
+answer stopped or was cut: that tells little of what follows.
 """
 
 import asyncio
@@ -26,12 +30,16 @@ from kvoffload.asgi import make_app
 
 BLOCK, BLOCKS, LAYERS = 16, 256, 2
 layers = {f"layer.{i}": np.zeros((2, BLOCKS, BLOCK, 2, 32), np.int32) for i in range(LAYERS)}  # K and V first
-config = kv.OffloadConfig(cpu_bytes_to_use="64MiB", gpu_block_size=BLOCK, model_name="toy")
+config = kv.OffloadConfig(cpu_bytes_to_use="64MiB", gpu_block_size=BLOCK, model_name="toy", eviction_policy="adaptive")
 
 
 class Ask(BaseModel):
     token_ids: list[Annotated[int, Field(ge=0, lt=2**32)]] = Field(min_length=1, max_length=1024)
     max_tokens: int = Field(default=32, ge=1, le=1024)
+    closes_session: bool = False
+    tool_seconds: dict[
+        int, Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    ] = {}  # tokens that call a tool, its time
 
 
 class Allocator:
@@ -105,12 +113,20 @@ async def generate(service: kv.OffloadService, ask: Ask) -> AsyncIterator[str]:
             return
         token = await forward(token_ids, loaded.num_tokens, table)
         request.store(computed_tokens=len(token_ids), ready="host-visible")
+        answered = 0
         for _ in range(ask.max_tokens):
             yield f"data: {token}\n\n"
+            answered += 1
+            tool_seconds = ask.tool_seconds.get(token)
+            if tool_seconds is not None:
+                break
             token_ids.append(token)
             chain.extend([token])
             token = await forward(token_ids, len(token_ids) - 1, table)
             request.store(computed_tokens=len(token_ids), ready="host-visible")
+        request.finished(
+            output_tokens=answered, conversation_ended=ask.closes_session, expected_return_seconds=tool_seconds
+        )
     # A client that disconnects cancels this generator anywhere above. Its blocks reach `free` when no copy uses them.
 
 

@@ -15,6 +15,8 @@ import httpx
 import pytest
 import uvicorn
 
+from kvoffload.manager.policies.adaptive import AdaptiveCachePolicy
+
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "front_end.py"
 
 
@@ -112,3 +114,25 @@ async def test_a_token_that_no_chain_takes_is_refused_before_the_stream_begins(s
         for token in (-1, 2**32):
             assert (await client.post("/generate", json={"token_ids": [token]})).status_code == 422
         assert len(module.allocator.blocks) == module.BLOCKS
+
+
+async def test_what_the_front_end_knows_of_an_end_reaches_the_policy(server, monkeypatch):
+    outcomes = []
+    learn = AdaptiveCachePolicy.on_request_finished
+
+    def listen(policy, keys, context, outcome):
+        outcomes.append((outcome.output_tokens, outcome.conversation_ended, outcome.expected_return_seconds))
+        learn(policy, keys, context, outcome)
+
+    monkeypatch.setattr(AdaptiveCachePolicy, "on_request_finished", listen)
+    _, url = server
+    token_ids = list(range(40))
+    calls_a_tool = expected(token_ids, 8)[5]
+    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+        await ready(client)
+        for extra in ({}, {"closes_session": True}, {"tool_seconds": {calls_a_tool: 3.5}}):
+            answer = await client.post("/generate", json={"token_ids": token_ids, "max_tokens": 8, **extra})
+            assert answer.text.count("data: ") == (6 if "tool_seconds" in extra else 8)
+        metrics = (await client.get("/kvoffload/metrics")).text
+    assert outcomes == [(8, False, None), (8, True, None), (6, False, 3.5)]
+    assert 'kvoffload_policy_value{engine="0",model_name="toy",name="finished_requests"} 3.0' in metrics
