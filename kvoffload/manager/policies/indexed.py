@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.errors import UsageError
 from kvoffload.keys import OffloadKey
 from kvoffload.manager.block_pool import check_block_count
 from kvoffload.manager.block_table import BlockTable, Ids
@@ -260,8 +261,27 @@ class PolicyAdapter:
         victims = self._policy.evict(count, set(offered))
         if victims is None:
             return None
-        ids = [self._statuses.pop(status.block_id).block_id for _, status in victims]
+        keys = [key for key, _ in victims]
+        ids = self._table.find(keys)
+        refs = self._table.cells[1]
+        may_go = all(block is not None and refs[block] == 0 for block in ids) and set(offered).isdisjoint(keys)
+        if not may_go or not len(set(keys)) == len(keys) == count:
+            self._put_back(victims)
+            named = f"{type(self._policy).__module__}:{type(self._policy).__qualname__}"
+            raise UsageError(
+                f"cache policy {named}: evict must name {count} different victims that are held, not pinned, not being "
+                f"written and not protected, or return None; it named {len(keys)}, or others"
+            )
+        for block in ids:
+            del self._statuses[block]
         return np.array(ids, np.int64)
+
+    def _put_back(self, victims: Sequence[Victim]) -> None:
+        """Give a policy what it dropped again, as far as that was held."""
+        for key in dict.fromkeys(key for key, _ in victims):
+            block = self._table.get(key)
+            if block is not None and self._policy.get(key) is None:
+                self._policy.insert(key, self._statuses[block])
 
     def insert_blocks(self, keys: Sequence[OffloadKey], ids: Ids) -> None:
         inserted: list[OffloadKey] = []

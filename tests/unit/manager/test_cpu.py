@@ -410,6 +410,32 @@ def test_evicted_blocks_that_were_never_loaded_are_counted(make, policy):
     assert (s.stats().evicted, s.stats().evicted_unused) == (2, 1)
 
 
+def test_a_block_that_was_loaded_counts_as_unused_again_under_its_next_key(make, policy):
+    s = make(1, policy)
+    s.store("A")
+    s.manager.complete_load([A], ticket=s.load("A").ticket)
+    s.store("B")
+    s.store("C")
+    assert (s.stats().evicted, s.stats().evicted_unused) == (2, 1)
+
+
+def test_what_a_caller_does_to_its_list_or_to_a_spec_changes_nothing_in_the_manager(make, policy):
+    s = make(3, policy)
+    s.store("ABC")
+    keys = s.keys("ABC")
+    assert s.manager.match(keys).ready == 3
+    keys[:] = s.keys("CBA")
+    backwards = s.manager.prepare_load(keys, CTX)
+    forwards = s.load("ABC")
+    assert backwards.block_ids.tolist() == forwards.block_ids.tolist()[::-1]
+    forwards.block_ids[:] = 0
+    assert s.load("ABC").block_ids.tolist() == backwards.block_ids.tolist()[::-1]
+    s.manager.complete_load(s.keys("ABC"), ticket=forwards.ticket)
+    s.manager.complete_load(s.keys("ABC"))
+    s.manager.complete_load(s.keys("CBA"))
+    assert s.stats().pinned == 0
+
+
 # ---- policies from outside
 
 
@@ -473,6 +499,45 @@ def test_policy_that_raises_leaves_the_manager_unchanged(make, where):
     assert s.events() == []
     assert s.seen("ABC") == [True, True, False]
     assert sorted(s.store("CD").evicted_keys) == [A, B]
+
+
+class Careless(FivesOnly):
+    """Names victims that must not go: `choose` says which, of the held entries, the offered keys and the number."""
+
+    choose = None
+
+    def evict(self, n, protected):
+        victims = type(self).choose(list(self.entries.items()), protected, n)
+        for key, _ in victims:
+            self.entries.pop(key, None)
+        return victims
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda entries, protected, n: [entry for entry in entries if entry[1].ref_cnt > 0][:n],
+        lambda entries, protected, n: [entry for entry in entries if entry[1].ref_cnt < 0][:n],
+        lambda entries, protected, n: [entry for entry in entries if entry[0] in protected][:n],
+        lambda entries, protected, n: [(b"other", BlockStatus(0))],
+        lambda entries, protected, n: [],
+        lambda entries, protected, n: [entry for entry in entries if entry[0] == b"F"] * 2,
+    ],
+    ids=["pinned", "being written", "protected", "not held", "too few", "twice"],
+)
+def test_policy_that_names_victims_which_must_not_go_is_refused_and_nothing_changed(make, choose):
+    s = make(4, type("Careless", (Careless,), {"choose": staticmethod(choose)}))
+    s.store("ABF")
+    load = s.load("A")
+    writing = s.offer("C")
+    before, held = s.stats(), dict(s.manager._policy.entries)
+    with pytest.raises(UsageError, match="Careless: evict must name 1 different victim"):
+        s.offer("BE")
+    assert s.stats() == before
+    assert dict(s.manager._policy.entries) == held
+    s.manager.complete_load([A], ticket=load.ticket)
+    s.manager.complete_store([C], ticket=writing.ticket)
+    assert s.seen("ABCE") == [True, True, True, False]
 
 
 class Hooked(FivesOnly):
