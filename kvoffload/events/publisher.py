@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -252,6 +253,12 @@ class FeedPublisher:
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        """Close what was never started nor closed: the context would wait for its sockets for ever."""
+        if not getattr(self, "_closed", True):  # True: it was never made
+            warnings.warn(f"unclosed publisher of the feed {', '.join(self.endpoints)}", ResourceWarning, source=self)
+            self.close(0)
 
     # The thread.
 
