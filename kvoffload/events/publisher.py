@@ -257,7 +257,8 @@ class FeedPublisher:
     def __del__(self) -> None:
         """Close what was never started nor closed: the context would wait for its sockets for ever."""
         if not getattr(self, "_closed", True):  # True: it was never made
-            warnings.warn(f"unclosed publisher of the feed {', '.join(self.endpoints)}", ResourceWarning, source=self)
+            message = f"unclosed publisher of the feed {', '.join(self.endpoints)}"
+            warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
             self.close(0)
 
     # The thread.

@@ -380,8 +380,8 @@ def test_the_publisher_of_a_service_config():
 def test_a_publisher_that_was_never_started_nor_closed_is_closed_when_it_is_dropped():
     feed = FeedPublisher(EventsConfig(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0"))
     port = int(feed.endpoints[0].rsplit(":", 1)[1])
+    del feed
     with pytest.warns(ResourceWarning, match=f"unclosed publisher of the feed tcp://127.0.0.1:{port}"):
-        del feed
         gc.collect()
     with socket.create_server(("127.0.0.1", port)):  # its port is free again
         pass
