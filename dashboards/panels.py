@@ -674,8 +674,8 @@ FEED = Dashboard(
                 ),
                 Panel(
                     "Blocks withheld",
-                    "Readable blocks that are not announced for want of their description.",
-                    "Above 0 for long: blocks are stored without tokens, so consumers cannot place them.",
+                    "Readable blocks that are not announced: not described, or behind a block that is not held.",
+                    "Above 0 for long: the log names the reason, such as blocks that are stored without tokens.",
                     "short",
                     ((total("feed_withheld_blocks"), "withheld"),),
                     kind="stat",

@@ -152,6 +152,9 @@ class BlockChain:
             for index in range(len(keys), len(self._hashes) // per_key):
                 keys.append(make_offload_key(self._hashes[(index + 1) * per_key - 1], group_idx))
 
+    def __repr__(self) -> str:
+        return f"<BlockChain, {self.num_tokens} tokens, {len(self.groups)} groups>"
+
     @property
     def num_tokens(self) -> int:
         """Tokens so far, the unfinished tail included; what the hashes cover when no tokens were given."""

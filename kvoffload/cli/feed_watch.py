@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import deque
 from typing import Any
 
 from kvoffload.cli.values import add_json, endpoint, seconds
@@ -48,8 +49,12 @@ def run(args: argparse.Namespace) -> int:
     """Print items as they come."""
     deadline = None if args.seconds is None else time.monotonic() + args.seconds
     silent = False
+    told: deque[dict[str, Any]] = deque(maxlen=2)  # a publisher that is not there yet is asked again and again
 
     def show(values: dict[str, Any]) -> None:
+        if values["event"] in {"reset", "unrecoverable"} and values in told:
+            return
+        told.append(values)
         print(json.dumps(values) if args.json else as_text(values), flush=True)
 
     with Subscription(args.endpoint, args.replay, topic=args.topic) as subscription:

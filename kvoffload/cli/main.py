@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import importlib.util
 import os
@@ -115,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return FAILED
         except (OSError, MemoryError) as error:
             _drop_output()
-            return _complain(parser, error if str(error) else "not enough memory", FAILED)
+            return _complain(parser, _why(error), FAILED)
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
             if package == "kvoffload":
@@ -154,6 +155,12 @@ def _drop_output() -> None:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _why(error: Exception) -> Exception | str:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:  # from a print
+        return "standard output cannot be written: no space left; make room there, or send it elsewhere"
+    return error if str(error) else "not enough memory"
 
 
 def _complain(parser: argparse.ArgumentParser, error: Exception | str, code: int) -> int:

@@ -14,9 +14,10 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import os
+import secrets
 import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from kvoffload.cli.values import (
     Capacity,
@@ -171,9 +172,10 @@ def run(args: argparse.Namespace) -> int:
 
     if args.feed is not None or args.no_feed:
         return run_drive_command(args, workload, measured, config)
-    with TemporaryDirectory(prefix="kvoffload-run-") as folder:  # a feed that only this process knows of
-        events = EventsConfig(endpoint=f"ipc://{folder}/feed", replay_endpoint=f"ipc://{folder}/replay")
-        return run_drive_command(args, workload, measured, config.model_copy(update={"events": events}))
+    # A feed that only this process knows of; an abstract address (@) is no file that a kill could leave behind.
+    name = f"ipc://@kvoffload-run-{os.getpid()}-{secrets.token_hex(4)}"
+    events = EventsConfig(endpoint=f"{name}-feed", replay_endpoint=f"{name}-replay")
+    return run_drive_command(args, workload, measured, config.model_copy(update={"events": events}))
 
 
 def _check_options(args: argparse.Namespace) -> None:

@@ -176,7 +176,13 @@ def attach(key: str, sock: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> s
         if error.errno == zmq.EADDRINUSE and port:
             pair = free_pair(port + 1)
             hint = f"; port {port} is taken" + (f", {pair[0]} and {pair[1]} are free" if pair else "")
-        elif bind and error.errno == errno.EADDRNOTAVAIL:
+        elif endpoint.startswith("ipc://"):
+            hint = (
+                "; give a path of at most 107 bytes in a folder that may be written, or ipc://@NAME, which is no file"
+            )
+        elif bind and error.errno in {errno.EADDRNOTAVAIL, errno.ENODEV}:
             hint = "; give an address of this host, or tcp://*:PORT for all of them"
+        elif bind and error.errno == errno.EACCES:
+            hint = "; give a port from 1024 on: those below need privileges"
         raise ConfigError(f"events.{key} {endpoint!r} cannot be {'bound' if bind else 'used'}: {error}{hint}") from None
     return str(sock.getsockopt_string(zmq.LAST_ENDPOINT))

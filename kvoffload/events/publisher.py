@@ -28,7 +28,7 @@ from kvoffload.events.register import AutoRegistration, address_towards, dialled
 from kvoffload.events.replay import ReplayServer
 from kvoffload.events.settings import default_instance_id, resolve
 from kvoffload.events.wire import BlockStored, Hash
-from kvoffload.events.withheld import REASONS
+from kvoffload.events.withheld import REASONS, WHY
 from kvoffload.keys import BlockInfo, OffloadKey
 from kvoffload.manager.base import OffloadingEvent
 
@@ -336,7 +336,7 @@ class FeedPublisher:
         for reason, count in lane.residency.withheld.total.items():
             if count and reason not in self._warned:
                 self._warned.add(reason)
-                logger.warning("blocks are withheld from the feed, reason %s", reason)
+                logger.warning("some blocks are not announced on the feed (%s): %s", reason, WHY[reason])
 
     def _joined(self, lane: Lane) -> None:
         if lane.settings.reannounce_on_join:

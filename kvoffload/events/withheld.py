@@ -13,6 +13,15 @@ from kvoffload.events.wire import Hash
 Reason = Literal["no_info", "salted", "malformed", "unencodable", "orphan"]
 REASONS: tuple[Reason, ...] = ("no_info", "salted", "malformed", "unencodable", "orphan")
 
+WHY: dict[Reason, str] = {
+    "no_info": "nobody said which tokens they hold",
+    "salted": "their extra keys are unknown, and without them consumers would report false hits",
+    "malformed": "their description does not fit them",
+    "unencodable": "the consumer's format has no way to name them",
+    "orphan": "a block before them is not held, so no request can use them now",
+}
+"""What each reason means, as the log says it once."""
+
 
 @dataclass(slots=True)
 class Withheld:

@@ -388,8 +388,8 @@ _FEED = (
     ),
     gauge(
         "feed_withheld_blocks",
-        "Readable blocks not announced for want of their description.",
-        "Stays above zero: the embedder stores blocks without tokens.",
+        "Readable blocks not announced: not described, or behind a block that is not held.",
+        "Stays above zero: the log names the reason, such as blocks that are stored without tokens.",
         unit="blocks",
     ),
 )

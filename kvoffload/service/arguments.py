@@ -143,6 +143,12 @@ def as_list(values: Iterable[_T], name: str, what: str) -> list[_T]:
         raise UsageError(f"{name} must be a list of {what}; got {values!r}") from None
 
 
+def shown(value: object) -> str:
+    """Return a wrong value as a message shows it: as it is, or only its type where that would fill the screen."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"a {type(value).__name__}"
+
+
 def _is_number(value: object) -> bool:
     try:
         return isinstance(value, Real) and not math.isnan(value)

@@ -9,6 +9,7 @@ from kvoffload.config import OffloadConfig
 from kvoffload.errors import UsageError
 from kvoffload.memory import preflight
 from kvoffload.memory.canonical import CanonicalKVCaches
+from kvoffload.service.arguments import shown
 from kvoffload.service.geometry import BlockGeometry
 from kvoffload.spec.base import KVCacheConfig, OffloadingSpec
 from kvoffload.spec.factory import OffloadingSpecFactory
@@ -36,9 +37,9 @@ class Ground:
 
     def __post_init__(self) -> None:
         if not isinstance(self.config, OffloadConfig):
-            raise UsageError(f"config must be an OffloadConfig, got {self.config!r}")
+            raise UsageError(f"config must be an OffloadConfig, got {shown(self.config)}")
         if self.kv_caches is not None and not isinstance(self.kv_caches, CanonicalKVCaches):
-            raise UsageError(f"kv_caches come from CanonicalKVCaches.from_layers(...), got {self.kv_caches!r}")
+            raise UsageError(f"kv_caches come from CanonicalKVCaches.from_layers(...), got {shown(self.kv_caches)}")
         if (self.kv_caches is None) == (self.workers is None):
             raise UsageError("give either kv_caches (in this process) or workers (rank processes), not both or neither")
         if self.workers is not None and self.workers.world_size != self.config.world_size:
@@ -46,6 +47,11 @@ class Ground:
                 f"world_size is {self.config.world_size}, but RemoteWorkers has {self.workers.world_size} ranks"
             )
         if self.kv_caches is not None:
+            if self.config.world_size != 1:
+                raise UsageError(
+                    f"world_size is {self.config.world_size}, but kv_caches are those of one process: set it to 1, or "
+                    f"pass workers=RemoteWorkers({self.config.world_size}) instead"
+                )
             pages = [[ref.page_size_bytes for ref in refs] for refs in self.kv_caches.group_data_refs]
             self.geometry = BlockGeometry.of(self.config, pages, self.kv_caches.num_blocks)
             if self.spec is None:

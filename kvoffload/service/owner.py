@@ -11,6 +11,10 @@ from kvoffload.errors import ClosedError, UsageError
 _NOT_STARTED = "the engine was not started: use `with OffloadEngine(...)` or call start() and adopt()"
 
 
+def _name(ident: int | None) -> str:
+    return next((f"{thread.name!r}" for thread in threading.enumerate() if thread.ident == ident), f"{ident}")
+
+
 class SingleOwner:
     """Refuses calls before the start, after the close, from another thread and after fork."""
 
@@ -55,8 +59,9 @@ class SingleOwner:
                 "make one after the fork"
             )
         raise UsageError(
-            f"the engine belongs to thread {self._owner}, not to {threading.get_ident()}: call it there, or "
-            "adopt() it here"
+            f"the engine belongs to thread {_name(self._owner)}, not to {_name(threading.get_ident())}: call it there "
+            "(an OffloadService on its loop, by loop.call_soon_threadsafe or asyncio.run_coroutine_threadsafe), or "
+            "adopt() an OffloadEngine here"
         )
 
     if not TYPE_CHECKING:  # checkers know the parts; at run time they are not there before the start

@@ -42,7 +42,7 @@ class OffloadRequest:
         chain: Tokens and keys; may grow while the request runs.
         gpu_blocks: The engine's block table, which may grow by append; a table per group for several groups.
         free: Called on the loop thread with GPU blocks that no copy can touch any more, each block once, after the
-            request was left. None: the caller has its own protocol (`StoreJob.source_released`, `when_released`).
+            request was left. None: the caller has its own protocol (`StoreJob.on_source_released`, `when_released`).
 
     The request owns the blocks that are in `gpu_blocks` when it is left. Blocks that the caller took out before are the
     caller's again, to be reused when `when_released` says so. When entering raises, nothing was taken over.
@@ -71,6 +71,10 @@ class OffloadRequest:
         self._left = False
         self._waits: set[Wait] = set()
         self._loads = LoadCalls(service, self._waits)
+
+    def __repr__(self) -> str:
+        state = "left" if self._left else "made, not entered" if self._state is None else "entered"
+        return f"<OffloadRequest {self.id!r}, {self.chain.num_tokens} tokens, {state}>"
 
     async def __aenter__(self) -> Self:
         self._service.check_open()
@@ -128,7 +132,9 @@ class OffloadRequest:
 
     def _entered(self) -> RequestState:
         self._service.check_open()
-        if self._state is None or self._left:
+        if self._left:
+            raise UsageError(f"request {self.id!r} was left: make a new one")
+        if self._state is None:
             raise UsageError(f"request {self.id!r} is not entered: use `async with service.request(...)`")
         return self._state
 

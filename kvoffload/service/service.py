@@ -78,6 +78,9 @@ class OffloadService:
         self._closing: Closing | None = None
         self._lag_probe: LoopLagProbe | None = None
 
+    def __repr__(self) -> str:
+        return f"<OffloadService, {len(self._open)} requests, {self.health().reason or 'healthy'}>"
+
     # ---- life
 
     async def __aenter__(self) -> Self:
@@ -210,7 +213,17 @@ class OffloadService:
         gpu_blocks: MutableSequence[int] | Sequence[MutableSequence[int]],
         free: Free | None,
     ) -> OffloadRequest:
-        """Return a request to enter with `async with`; see `OffloadRequest`."""
+        """Return a request to enter with `async with`; see `OffloadRequest`.
+
+        Args:
+            context: The request's id, or a `ReqContext` with priority, times and whether to store.
+            chain: What `service.chain(token_ids)` made; it may grow while the request runs.
+            gpu_blocks: The block table: GPU block ids in the order of the tokens; a list of such for several groups.
+            free: Called with the blocks that no copy can touch any more, after the request was left; None: nothing is.
+
+        Raises:
+            UsageError: An argument of another type; the block table itself is checked where it is used.
+        """
         return OffloadRequest(self, context, chain, gpu_blocks=gpu_blocks, free=free)
 
     def abort(self, request_id: str) -> bool:

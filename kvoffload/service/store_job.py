@@ -29,6 +29,9 @@ class StoreJob:
         """The job's id."""
         return self._job.id
 
+    def __repr__(self) -> str:
+        return f"<StoreJob {self._job.id}, {self._job.result if self.done else 'on its way'}>"
+
     def __await__(self) -> Generator[object, None, StoreResult]:
         return self._result().__await__()
 

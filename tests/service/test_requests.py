@@ -413,8 +413,26 @@ async def test_calls_from_another_thread_are_refused_before_anything_changes():
         thread = threading.Thread(target=call)
         thread.start()
         thread.join()
-        assert ["belongs to thread" in message for message in caught] == [True, True]
+        assert ["belongs to thread 'MainThread'" in message for message in caught] == [True, True]
+        assert "asyncio.run_coroutine_threadsafe" in caught[0]
         assert service.stats().manager.reserved == 0
+
+
+async def test_what_is_printed_says_which_object_and_its_state():
+    rig = Rig()
+    async with rig.service() as service:
+        made = _request(rig, service)
+        assert "made, not entered" in repr(made)
+        async with made as request:
+            assert "entered" in repr(request)
+            assert "tokens, 1 groups" in repr(request.chain)
+            job = request.store(computed_tokens=0, ready="host-visible")
+            assert repr(job).startswith("<StoreJob ")
+            assert repr(service) == "<OffloadService, 1 requests, healthy>"
+        assert "left" in repr(request)
+        with pytest.raises(kv.UsageError, match="was left: make a new one"):
+            request.match()
+    assert "closed" in repr(service)
 
 
 async def test_blocks_are_given_back_after_the_request_was_left_and_the_service_closed():

@@ -106,7 +106,9 @@ def test_a_full_disk_under_standard_output_is_one_clear_line(output):
             check=False, stdout=full, stderr=subprocess.PIPE, cwd=ROOT, text=True,
         )  # fmt: skip
     assert ended.returncode == 1
-    assert ended.stderr == "kvoffload: [Errno 28] No space left on device\n"
+    assert ended.stderr == (
+        "kvoffload: standard output cannot be written: no space left; make room there, or send it elsewhere\n"
+    )
 
 
 def test_without_standard_error_the_output_is_still_one_object():
@@ -320,3 +322,8 @@ def test_the_feed_can_be_left_out(capsys):
     assert "feed" not in json.loads(capsys.readouterr().out)
     assert main(["run", "--requests", "5", "--feed-replay", "tcp://127.0.0.1:5558"]) == 2
     assert "--feed ENDPOINT" in capsys.readouterr().err
+
+
+def test_the_feed_of_a_run_has_no_file_that_a_kill_could_leave_behind(capsys):
+    assert main(["run", "--requests", "5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["feed"]["endpoint"].startswith("ipc://@kvoffload-run-")

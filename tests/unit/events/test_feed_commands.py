@@ -9,6 +9,7 @@ from feedkit import BLOCK, chain, publisher, removed, stored
 
 from kvoffload.cli.main import main
 from kvoffload.events.register import DynamoIndexer
+from kvoffload.events.subscriber import SourceReset, Unrecoverable
 
 
 def test_watch_shows_the_snapshot_and_what_follows_as_json_lines(capsys):
@@ -54,6 +55,19 @@ def test_watch_marks_a_source_that_falls_silent_and_is_heard_again(monkeypatch, 
     assert main(["feed", "watch", "--seconds", "0.05", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines == [{"event": "silent", "seconds": 4.3}, {"event": "heard again"}]
+
+
+class Absent(Fading):
+    silent = False
+
+    def poll(self, _timeout):
+        return iter([SourceReset("start"), Unrecoverable("no answer")])
+
+
+def test_watch_says_once_that_nobody_answers_yet(monkeypatch, capsys):
+    monkeypatch.setattr("kvoffload.cli.feed_watch.Subscription", Absent)
+    assert main(["feed", "watch", "--seconds", "0.05", "--json"]) == 0
+    assert [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()] == ["reset", "unrecoverable"]
 
 
 def test_watch_says_what_cannot_be_recovered(capsys):
