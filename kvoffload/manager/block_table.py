@@ -11,7 +11,8 @@ milliseconds, with a shard less than one.
 A key is in the index from the moment its block is reserved for it; whether the block can be read says `refs`.
 
 A request looks its keys up, touches them, then loads them: `match` remembers the readable blocks that it found last,
-and `recall` gives them to the next calls with the same keys. A block that can be read keeps its key until `withdraw`.
+and `recall` gives them to the next calls with the same keys, which look up only what comes behind. A block that can be
+read keeps its key until `withdraw` or `clear`, and both forget what was remembered.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ class BlockTable:
     def __init__(self, num_blocks: int) -> None:
         self.shards, self.shift = make_shards(num_blocks)
         self.getters = tuple(shard.get for shard in self.shards)
-        self._recent: list[OffloadKey] = []
-        self._recent_ids: list[int] | Ids = NO_IDS
-        self._recent_once = True
+        self._recent: list[OffloadKey] = []  # readable keys that `match` found last, and their blocks
+        self._recent_ids: list[int] | Ids = NO_IDS  # an array once `recall` was asked
+        self._recent_once = True  # whether `recall` has seen that no key comes twice
         self.num_blocks = num_blocks
         self.num_parked = 0
         try:
@@ -132,7 +133,11 @@ class BlockTable:
         return ready, held
 
     def recall(self, keys: list[OffloadKey]) -> Ids:
-        """Return the blocks, each once, of as many of `keys`, from the front, as the last `match` could read."""
+        """Return blocks that the last `match` could read, those of the first of `keys`; the caller finds the others.
+
+        There are none if its keys and these differ anywhere as far as both go, or if it was given a key twice; so no
+        block comes twice. Do not modify.
+        """
         recent = self._recent
         size = min(len(recent), len(keys))
         if (recent if len(recent) == size else recent[:size]) != (keys if len(keys) == size else keys[:size]):

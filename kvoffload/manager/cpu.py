@@ -65,9 +65,9 @@ class CPUOffloadingManager(Transfers):
 
     def discard(self, keys: Collection[OffloadKey]) -> int:
         table, stats = self._table, self._stats
-        names = list(dict.fromkeys(keys))
+        unwanted = list(dict.fromkeys(keys))
         refs = table.cells[1]
-        held = {key: block for key, block in zip(names, table.find(names), strict=True) if block is not None}
+        held = {key: block for key, block in zip(unwanted, table.find(unwanted), strict=True) if block is not None}
         written = {key: block for key, block in held.items() if refs[block] < 0}
         ready = {key: block for key, block in held.items() if refs[block] >= 0}
         for part in (written, ready):

@@ -48,7 +48,7 @@ class Reservation:
         """Return the blocks that are open."""
         return self.ids if self.rest is None else np.array(list(self.rest.values()), np.int64)
 
-    def names(self, keys: list[OffloadKey]) -> bool:
+    def is_exactly(self, keys: list[OffloadKey]) -> bool:
         """Whether `keys` are all that is open, in order."""
         return (self.keys if self.rest is None else list(self.rest)) == keys
 
@@ -98,10 +98,10 @@ class Reservations:
         if not keys:
             return None
         if ticket is None:
-            named = ((t, r) for t, r in self._open.items() if r.is_store is is_store and r.names(keys))
+            named = ((t, r) for t, r in self._open.items() if r.is_store is is_store and r.is_exactly(keys))
             return next((t for t, r in named if r.is_attached(detached)), None)
         one = self._open.get(ticket)
-        if one is None or one.is_store is not is_store or not one.names(keys):
+        if one is None or one.is_store is not is_store or not one.is_exactly(keys):
             return None
         return ticket if one.is_attached(detached) else None
 
@@ -129,7 +129,7 @@ class Reservations:
             UsageError: A key has no load.
         """
         for ticket, load in self._open.items():
-            if not load.is_store and load.names(keys) and load.blocks() == current:
+            if not load.is_store and load.is_exactly(keys) and load.blocks() == current:
                 return dict.fromkeys(keys, ticket)
         owners: Owners = {}
         for key, block in current.items():

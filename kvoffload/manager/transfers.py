@@ -26,25 +26,25 @@ class Transfers(BlockStates):
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:  # noqa: ARG002
         table = self._table
-        names = list(keys)
-        ids = table.recall(names)
-        if len(ids) < len(names):
-            names = list(dict.fromkeys(names))
-            found = table.find(names)
+        wanted = list(keys)
+        ids = table.recall(wanted)
+        if len(ids) < len(wanted):
+            wanted = list(dict.fromkeys(wanted))
+            found = table.find(wanted)
             if None in found:
-                raise UsageError(f"cannot load key {names[found.index(None)].hex()}: it is not held; look it up first")
+                raise UsageError(f"cannot load key {wanted[found.index(None)].hex()}: it is not held; look it up first")
             ids = np.array(found, np.int64)
-        if not names:
+        if not wanted:
             return CPULoadStoreSpec.of_blocks(ids)
         refs = table.refs[ids]
         if self._stats.writing and int(refs.min()) < 0:
-            key = names[int(refs.argmin())]
+            key = wanted[int(refs.argmin())]
             raise UsageError(f"cannot load key {key.hex()}: it is still written; look it up first")
         table.refs[ids] = refs + 1
         table.used[ids] = True
         self._stats.pinned += len(ids) - int(np.count_nonzero(refs))
-        ticket = self._reservations.open(names, ids, is_store=False)
-        self._order.pinned(names, ids)
+        ticket = self._reservations.open(wanted, ids, is_store=False)
+        self._order.pinned(wanted, ids)
         return CPULoadStoreSpec.of_blocks(ids.copy(), ticket)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext | None = None) -> None:
@@ -64,13 +64,13 @@ class Transfers(BlockStates):
         *,
         ticket: int | None = None,
     ) -> None:
-        names = list(keys)
-        whole = self._reservations.whole(names, ticket, self._detached, is_store=False)
+        ended = list(keys)
+        whole = self._reservations.whole(ended, ticket, self._detached, is_store=False)
         if whole is not None:
-            self._unpin(names, self._reservations.close(whole))
+            self._unpin(ended, self._reservations.close(whole))
             return
-        names = list(dict.fromkeys(names))
-        owners = self._loads_of(names) if ticket is None else self._under(names, ticket, is_store=False)
+        ended = list(dict.fromkeys(ended))
+        owners = self._loads_of(ended) if ticket is None else self._under(ended, ticket, is_store=False)
         self._end_load([(owner, key) for key, owner in owners.items()])
 
     def _loads_of(self, keys: list[OffloadKey]) -> Owners:
@@ -184,13 +184,13 @@ class Transfers(BlockStates):
         *,
         ticket: int | None = None,
     ) -> None:
-        names = list(keys)
-        whole = self._reservations.whole(names, ticket, self._detached, is_store=True)
+        ended = list(keys)
+        whole = self._reservations.whole(ended, ticket, self._detached, is_store=True)
         if whole is not None:
-            self._end_store(names, self._reservations.close(whole), success=success)
+            self._end_store(ended, self._reservations.close(whole), success=success)
             return
-        names = list(dict.fromkeys(names))
-        owners = self._stores_of(names) if ticket is None else self._under(names, ticket, is_store=True)
+        ended = list(dict.fromkeys(ended))
+        owners = self._stores_of(ended) if ticket is None else self._under(ended, ticket, is_store=True)
         done: dict[OffloadKey, int] = {}
         for key, owner in owners.items():
             block = self._reservations.close_key(owner, key)

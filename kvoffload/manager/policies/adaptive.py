@@ -28,7 +28,7 @@ import numpy as np
 from kvoffload.keys import OffloadKey
 from kvoffload.manager.base import ReqContext, RequestOutcome
 from kvoffload.manager.block_pool import check_block_count
-from kvoffload.manager.block_table import BlockTable, Ids
+from kvoffload.manager.block_table import NO_IDS, BlockTable, Ids
 from kvoffload.manager.policies.adaptive_eviction import EvictionOrder
 from kvoffload.manager.policies.adaptive_guard import LRUGuard, ShadowLRU
 from kvoffload.manager.policies.adaptive_hazard import FIRST_TURN
@@ -48,7 +48,6 @@ REFERENCE_BLOCK_TOKENS = 512
 """The policy's constants are in blocks of this size; it is assumed until `set_block_tokens` is called."""
 
 _HELD = 1
-_NO_IDS: Ids = np.empty(0, np.int64)
 _DECAY_REQUESTS = 2_000
 _OPEN_REQUESTS = 1_024
 _MIN_GHOSTS, _GHOSTS_PER_BLOCK = 4_096, 4
@@ -112,8 +111,8 @@ class AdaptiveCachePolicy(IndexedPolicy):
         self._place_nodes_of(table.keys[ids].tolist())
 
     def evict_blocks(self, count: int) -> Ids:
-        victims = self.evict_for((), _NO_IDS, count)
-        return _NO_IDS if victims is None else victims
+        victims = self.evict_for((), NO_IDS, count)
+        return NO_IDS if victims is None else victims
 
     def evict_for(self, offered: Sequence[OffloadKey], idle: Ids, count: int) -> Ids | None:
         refs, kept = self.table.refs, set(idle.tolist())

@@ -123,7 +123,7 @@ class IndexedPolicy(CachePolicy):
 
     @abstractmethod
     def bind(self, table: BlockTable) -> None:
-        """Work on `table` from now on; called once, before anything is inserted."""
+        """Work on `table` from now on, in an empty order: called before anything is inserted, and by `clear`."""
 
     @abstractmethod
     def insert_blocks(self, keys: Sequence[OffloadKey], ids: Ids) -> None:
