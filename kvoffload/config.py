@@ -11,7 +11,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -38,6 +38,8 @@ Size = Annotated[
 Integer = Annotated[int, BeforeValidator(integer)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(real)]
 Names = Annotated[tuple[str, ...], BeforeValidator(items)]
+Consumer = Literal["vllm", "dynamo", "llm-d", "vllm-router", "aibrix"]
+Medium = Literal["GPU", "CPU", "STORAGE"]
 
 
 class _Model(BaseModel):
@@ -47,7 +49,7 @@ class _Model(BaseModel):
         frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True, validate_default=False
     )
 
-    if not TYPE_CHECKING:  # the plugin of mypy derives the signature from the fields
+    if not TYPE_CHECKING:  # each model tells checkers what its keys accept: text with units, lists, tables
 
         def __init__(self, **data: object) -> None:
             try:
@@ -99,9 +101,7 @@ class EventsConfig(_Model):
     """ZeroMQ endpoint that answers replay requests; None: no replay."""
     bind: bool | Literal["auto"] = True
     """True binds, False connects, "auto" follows vLLM: it connects unless the host is a wildcard or the path local."""
-    consumer: Annotated[
-        tuple[Literal["vllm", "dynamo", "llm-d", "vllm-router", "aibrix"], ...], BeforeValidator(items)
-    ] = ("vllm",)
+    consumer: Annotated[tuple[Consumer, ...], BeforeValidator(items)] = ("vllm",)
     """Whom this endpoint must suit; sets encoding, topic, contiguity and sequence start where they are not given."""
     pod: str | None = None
     """Name of this pod in the topic; default: the instance id."""
@@ -111,7 +111,7 @@ class EventsConfig(_Model):
     """Data-parallel rank in each batch; added to the ports."""
     ranks: Integer = Field(default=1, ge=1)
     """Data-parallel ranks on this host: their ports must not overlap."""
-    media: Annotated[tuple[Literal["GPU", "CPU", "STORAGE"], ...], BeforeValidator(items)] = ("GPU", "CPU")
+    media: Annotated[tuple[Medium, ...], BeforeValidator(items)] = ("GPU", "CPU")
     """Media that are announced."""
     merge_from: Names = ()
     """Feeds of the engine that are merged into this one."""
@@ -145,6 +145,38 @@ class EventsConfig(_Model):
     """URL of a Dynamo indexer where the feed registers itself at start and close."""
     also: tuple[EventsConfig, ...] = ()
     """Further endpoints of the same events, each with its own consumer, numbers and journal."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            endpoint: str = ...,
+            replay_endpoint: str | None = ...,
+            bind: bool | Literal["auto"] = ...,
+            consumer: Consumer | Sequence[Consumer] = ...,
+            pod: str | None = ...,
+            topic: str | None = ...,
+            dp_rank: int = ...,
+            ranks: int = ...,
+            media: Medium | Sequence[Medium] = ...,
+            merge_from: str | Sequence[str] = ...,
+            merge_replay_from: str | Sequence[str] = ...,
+            encoding: Literal["map", "array"] | None = ...,
+            hash_mode: Literal["uint64", "bytes"] = ...,
+            contiguity: Literal["relaxed", "strict"] | None = ...,
+            sequence_start: Literal["zero", "epoch"] | None = ...,
+            sole_publisher: bool = ...,
+            batch_window_seconds: float = ...,
+            heartbeat_seconds: float = ...,
+            start_announcement: bool = ...,
+            replay_window: int = ...,
+            max_queue_size: int = ...,
+            max_tombstones: int = ...,
+            max_sequences: int = ...,
+            indexer: str | None = ...,
+            also: Sequence[EventsConfig | Mapping[str, Any]] = ...,
+        ) -> None: ...
 
 
 def _events(value: object) -> object:
@@ -208,6 +240,38 @@ class OffloadConfig(_Model):
     """Check the books after each step, paint freed GPU blocks and compare checksums (host memory); slow."""
     events: Annotated[EventsConfig | None, BeforeValidator(_events)] = None
     """The events feed; true: with its defaults, None: off."""
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            cpu_bytes_to_use: int | str,
+            gpu_block_size: int | Sequence[int],
+            block_size: int | None = ...,
+            world_size: int = ...,
+            eviction_policy: str = ...,
+            store_threshold: int = ...,
+            max_tracker_size: int = ...,
+            spec_name: str = ...,
+            spec_module_path: str | None = ...,
+            model_name: str | None = ...,
+            instance_id: str | None = ...,
+            pin_memory: Literal["auto", "require", "never"] = ...,
+            pending_wait_seconds: float = ...,
+            load_deadline_seconds: float = ...,
+            store_deadline_seconds: float = ...,
+            lease_seconds: float = ...,
+            drain_seconds: float = ...,
+            max_inflight_store_bytes: int | str = ...,
+            max_inflight_load_bytes: int | str = ...,
+            max_inflight_jobs: int = ...,
+            fail_open: bool = ...,
+            enabled: bool = ...,
+            prefill_tokens_per_second: float | None = ...,
+            debug_checks: bool = ...,
+            events: EventsConfig | Mapping[str, Any] | bool | None = ...,
+        ) -> None: ...
 
     @model_validator(mode="after")
     def _check_blocks(self) -> Self:

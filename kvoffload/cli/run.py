@@ -32,7 +32,7 @@ from kvoffload.cli.values import (
     speed,
     whole,
 )
-from kvoffload.config import EventsConfig, OffloadConfig
+from kvoffload.config import Consumer, EventsConfig, OffloadConfig
 from kvoffload.errors import ConfigError
 from kvoffload.events.settings import PRESETS
 from kvoffload.simulate.workload import Workload, WorkloadSize
@@ -205,7 +205,7 @@ def _given(args: argparse.Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
 
 
-def _events(feed: str | None, replay: str | None, consumer: str | None) -> EventsConfig | None:
+def _events(feed: str | None, replay: str | None, consumer: Consumer | None) -> EventsConfig | None:
     """Return the feed's configuration: replays are answered beside the feed, unless told otherwise."""
     if feed is None:
         return None
@@ -216,7 +216,7 @@ def _events(feed: str | None, replay: str | None, consumer: str | None) -> Event
         if int(port) == 0xFFFF:
             raise ConfigError(f"--feed {feed} leaves no port above it for replays: give --feed-replay, or a lower port")
         replay = f"{host}:{int(port) + 1 if int(port) else 0}"
-    return EventsConfig(endpoint=feed, replay_endpoint=replay, consumer=[consumer or "vllm"])
+    return EventsConfig(endpoint=feed, replay_endpoint=replay, consumer=consumer or "vllm")
 
 
 def _config(args: argparse.Namespace, workload: Workload, measured: WorkloadSize) -> OffloadConfig:

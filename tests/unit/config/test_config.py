@@ -1,5 +1,7 @@
 """`OffloadConfig`: what it accepts, what it refuses, and how it says so."""
 
+import ast
+import inspect
 import json
 import pickle
 
@@ -280,3 +282,16 @@ def test_json_that_is_no_configuration_is_told_by_a_config_error(text, told):
     with pytest.raises(ConfigError, match=told):
         OffloadConfig.model_validate_json(text)
     assert OffloadConfig.model_validate_json('{"gpu_block_size": 16, "cpu_bytes_to_use": "1MiB"}').gpu_block_size == 16
+
+
+@pytest.mark.parametrize("model", [OffloadConfig, EventsConfig])
+def test_checkers_are_told_each_key_and_which_must_be_given(model):
+    """Without pydantic's plugin a checker sees the `__init__` that is written for it, not the fields."""
+    tree = ast.parse(inspect.getsource(inspect.getmodule(model)))
+    body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == model.__name__)
+    init = next(node for node in ast.walk(body) if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    told = dict(zip([each.arg for each in init.args.kwonlyargs], init.args.kw_defaults, strict=True))
+    assert list(told) == list(model.model_fields)
+    assert {key for key, default in told.items() if default is None} == {
+        key for key, field in model.model_fields.items() if field.is_required()
+    }
