@@ -277,7 +277,7 @@ class PolicyAdapter:
         return np.array(ids, np.int64)
 
     def _put_back(self, victims: Sequence[Victim]) -> None:
-        """Give a policy what it dropped again, as far as that was held."""
+        """Give a policy what it dropped again, as far as that was held; as the newest: `insert` takes no place."""
         for key in dict.fromkeys(key for key, _ in victims):
             block = self._table.get(key)
             if block is not None and self._policy.get(key) is None:

@@ -56,9 +56,10 @@ def test_policy_with_the_five_methods_of_the_reference_runs(make):
     assert s.manager._policy.entries == {}
 
 
+@pytest.mark.parametrize("capacity", [2, 3])
 @pytest.mark.parametrize("where", ["evict", "insert"])
-def test_policy_that_raises_leaves_the_manager_unchanged(make, where):
-    s = make(2, FivesOnly)
+def test_policy_that_raises_leaves_the_manager_unchanged(make, where, capacity):
+    s = make(capacity, FivesOnly)
     s.store("AB")
     s.events()
     before = s.stats()
@@ -69,7 +70,7 @@ def test_policy_that_raises_leaves_the_manager_unchanged(make, where):
     assert s.stats() == before
     assert s.events() == []
     assert s.seen("ABC") == [True, True, False]
-    assert sorted(s.store("CD").evicted_keys) == [A, B]
+    assert len(s.store("CD").evicted_keys) == 4 - capacity
 
 
 class Careless(FivesOnly):
