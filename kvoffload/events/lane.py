@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -165,6 +166,8 @@ def attach(key: str, sock: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> s
         ConfigError: It cannot be bound or connected.
     """
     port = tcp_port(endpoint)
+    if bind and endpoint.startswith("ipc://") and (taken := _taken(endpoint.removeprefix("ipc://"))):
+        raise ConfigError(f"events.{key} {endpoint!r} cannot be bound: {taken}; give another path")
     allow_ipv6(sock, endpoint)
     try:
         if not bind:
@@ -186,3 +189,13 @@ def attach(key: str, sock: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> s
             hint = "; give a port from 1024 on: those below need privileges"
         raise ConfigError(f"events.{key} {endpoint!r} cannot be {'bound' if bind else 'used'}: {error}{hint}") from None
     return str(sock.getsockopt_string(zmq.LAST_ENDPOINT))
+
+
+def _taken(path: str) -> str:
+    """Say what a path holds that must not be lost; ZeroMQ replaces whatever it finds."""
+    if path.startswith("@") or not Path(path).exists():
+        return ""
+    if not Path(path).is_socket():
+        return "a file that is no socket is there"
+    with socket.socket(socket.AF_UNIX) as probe:
+        return "" if probe.connect_ex(path) else "another process listens there"

@@ -48,13 +48,19 @@ def listen(address: str) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or address.startswith("@") or _is_alive(address):
                 raise
+            if not Path(address).is_socket():
+                raise UsageError(f"ranks cannot meet at {address!r}: it is no socket; use another address") from None
             Path(address).unlink(missing_ok=True)
             sock.bind(address)
         sock.listen(64)
         sock.setblocking(False)
+    except UsageError:
+        sock.close()
+        raise
     except OSError as error:
         sock.close()
-        raise UsageError(f"ranks cannot meet at {address!r}: {error.strerror}; use another address") from error
+        why = error.strerror or "it is longer than the 107 bytes of a socket's address"
+        raise UsageError(f"ranks cannot meet at {address!r}: {why}; use another address") from error
     return sock
 
 

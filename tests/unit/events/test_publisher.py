@@ -355,6 +355,19 @@ def test_the_file_of_a_local_socket_goes_with_it_unless_another_process_bound_th
     assert sorted(tmp_path.iterdir()) == [taken]
 
 
+def test_a_path_where_another_feed_listens_is_refused_and_one_left_by_a_kill_is_taken_over(tmp_path):
+    path = tmp_path / "feed"
+    with publisher(endpoint=f"ipc://{path}"):
+        with pytest.raises(ConfigError, match="another process listens there; give another path"):
+            FeedPublisher(EventsConfig(endpoint=f"ipc://{path}", replay_endpoint=None))
+        assert path.is_socket()
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))  # closing it leaves the file
+    with publisher(endpoint=f"ipc://{path}"):
+        pass
+    assert not path.exists()
+
+
 def test_a_taken_port_is_named_with_the_next_free_pair():
     with publisher() as feed:
         said = r" 'tcp://.*' cannot be bound: .*; port \d+ is taken, \d+ and \d+ are free"
