@@ -19,7 +19,7 @@ ELSEWHERE = {
     "a rank process dies": "test_killed_rank_turns_hits_into_misses_until_it_rejoins_and_then_hits_again",
     "the front end dies": "test_ranks_join_the_next_front_end_when_theirs_was_killed_at_any_stage",
     "a subscriber is slow": "test_a_full_queue_never_blocks_the_caller_and_the_loss_is_seen_and_recovered",
-    "the feed's port is taken": "test_a_taken_port_is_named_with_the_next_free_pair",
+    "the feed's port or path is taken": "test_a_taken_port_is_named_with_the_next_free_pair",
     "`free`, an events sink": "test_free_that_raises_is_logged_with_the_blocks_and_nothing_else_is_lost",
     "host memory cannot be page-locked": "test_registration_that_fails_half_way_leaves_nothing_registered",
 }
