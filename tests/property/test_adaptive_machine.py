@@ -7,6 +7,7 @@ from reference.adaptive_laws import check_adaptive, check_ghost_bound
 from reference.manager_model import CheckedManager, RandomCaller
 
 from kvoffload.keys import make_offload_key
+from kvoffload.manager import block_table
 from kvoffload.manager.base import ReqContext, RequestOutcome
 from kvoffload.manager.cpu import CPUOffloadingManager
 from kvoffload.manager.policies.adaptive import AdaptiveCachePolicy
@@ -137,7 +138,8 @@ def test_orderly_traffic_stays_closed_under_prefixes(seed):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_faulty_traffic_keeps_every_law(seed):
+def test_faulty_traffic_keeps_every_law(seed, monkeypatch):
+    monkeypatch.setattr(block_table, "SHARD_KEYS", 64 if seed % 2 else 16_384)
     ghosts = [None, 6, 30][seed % 3]
     traffic = Traffic(
         seed, [1, 5, 9, 16][seed % 4], faults=True, groups=1 + seed % 2, clock=seed % 5 > 0, max_ghosts=ghosts
@@ -147,7 +149,8 @@ def test_faulty_traffic_keeps_every_law(seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_disorderly_calls_keep_the_managers_laws(seed):
+def test_disorderly_calls_keep_the_managers_laws(seed, monkeypatch):
+    monkeypatch.setattr(block_table, "SHARD_KEYS", 64 if seed % 3 else 16_384)
     capacity = [0, 1, 3, 6, 9, 20][seed]
     manager = CPUOffloadingManager(capacity, "adaptive", enable_events=True)
     keys = [make_offload_key(f"key{i:02}".encode(), i % 2 if seed % 2 else 0) for i in range(14)]

@@ -70,7 +70,7 @@ class AdaptiveCachePolicy(IndexedPolicy):
         check_block_count("cache_capacity", cache_capacity)
         self._reuse = ReuseTable()
         max_ghosts = max(_MIN_GHOSTS, _GHOSTS_PER_BLOCK * cache_capacity)
-        self._tree = RadixTree(self._reuse.get((FIRST_TURN, 0, 0, 0)), self._place, max_ghosts)
+        self._tree = RadixTree(self._reuse.get((FIRST_TURN, 0, 0, 0)), self._place, max_ghosts, cache_capacity)
         self._eviction = EvictionOrder(self._tree, self._reuse)
         self._guard = LRUGuard()
         self._shadow = ShadowLRU(cache_capacity)
@@ -170,8 +170,8 @@ class AdaptiveCachePolicy(IndexedPolicy):
         state = self._open.get(req_context.req_id)
         if state is None:
             return keys
-        node_of = self._tree.node_of
-        if any(key not in node_of for key in keys):
+        find = self._tree.node_of.get
+        if any(find(key) is None for key in keys):
             self._learner.adopt(keys, state)
         if state.declined:
             admitted: list[OffloadKey] = []
@@ -269,10 +269,10 @@ class AdaptiveCachePolicy(IndexedPolicy):
             self._reuse.place(node)
 
     def _place_nodes_of(self, keys: Iterable[OffloadKey]) -> None:
-        node_of = self._tree.node_of
+        find = self._tree.node_of.get
         last: Node | None = None
         for key in keys:
-            node = node_of.get(key)
+            node = find(key)
             if node is not last and node is not None:
                 self._place(node)
                 last = node

@@ -113,9 +113,9 @@ class RequestLearner:
 
     def adopt(self, keys: Sequence[OffloadKey], state: RequestState) -> None:
         """Hang unknown keys that a request offers (its answer's blocks) behind those before them."""
-        node_of = self._tree.node_of
+        find = self._tree.node_of.get
         for chain in group_chains(keys):
-            first = next((index for index, key in enumerate(chain) if key not in node_of), None)
+            first = next((index for index, key in enumerate(chain) if find(key) is None), None)
             if first is None:
                 continue
             group = chain[0][_GROUP_SUFFIX]
@@ -126,7 +126,7 @@ class RequestLearner:
                 state.matched.append(0)
             before = chain[first - 1] if first else known[-1] if known else None
             parent = self._tree.end_at(before) if before is not None else None
-            fresh = [key for key in chain[first:] if key not in node_of]
+            fresh = [key for key in chain[first:] if find(key) is None]
             self._tree.append(parent, fresh, state)
             known += fresh
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 from kvoffload.keys import OffloadKey
 from kvoffload.manager.policies.adaptive_hazard import ReuseClass
+from kvoffload.manager.policies.adaptive_index import NodeIndex
 from kvoffload.manager.policies.adaptive_node import Node, RequestState
 
 
@@ -27,16 +28,23 @@ class RadixTree:
         first_class: Class of a node that no request has finished with yet.
         on_evictable: Called with a held node whose last child ceased to be live.
         max_ghosts: Keys without a block to remember.
+        max_held: Keys with a block at most.
+
+    Attributes:
+        node_of: Every known key and its node.
+        now: The policy's clock.
     """
 
     __slots__ = ("_first_class", "_ghosts", "_max_ghosts", "_on_evictable", "node_of", "now")
 
-    def __init__(self, first_class: ReuseClass, on_evictable: Callable[[Node], None], max_ghosts: int) -> None:
+    def __init__(
+        self, first_class: ReuseClass, on_evictable: Callable[[Node], None], max_ghosts: int, max_held: int
+    ) -> None:
         self._first_class = first_class
         self._on_evictable = on_evictable
         self._max_ghosts = max_ghosts
         self._ghosts: OrderedDict[Node, None] = OrderedDict()
-        self.node_of: dict[OffloadKey, Node] = {}
+        self.node_of = NodeIndex(max_ghosts + max_held)
         self.now = 0.0
 
     def walk(self, keys: Sequence[OffloadKey], owner: RequestState | None = None) -> tuple[list[Node], int]:
@@ -44,17 +52,17 @@ class RadixTree:
 
         Unknown keys get nodes (or lengthen the run that only `owner` uses), partial matches split.
         """
-        node_of = self.node_of
+        find = self.node_of.get
         known: int | None = None
         path: list[Node] = []
         previous: Node | None = None
         at, total = 0, len(keys)
         while at < total:
             key = keys[at]
-            node = node_of.get(key)
+            node = find(key)
             if node is None:
                 end = at + 1
-                while end < total and keys[end] not in node_of:
+                while end < total and find(keys[end]) is None:
                     end += 1
                 node = self.append(previous, keys[at:end], owner)
                 known = at if known is None else known
@@ -86,22 +94,13 @@ class RadixTree:
 
     def append(self, parent: Node | None, keys: Sequence[OffloadKey], owner: RequestState | None = None) -> Node:
         """Add unknown keys behind `parent`: as a new node, or to its run when `owner` just began that one."""
-        fresh = list(keys)
-        node_of = self.node_of
-        known = len(node_of)
         grows = (
             parent is not None and owner is not None and parent.busy is owner
             and parent.touched < 0 and not parent.count and not parent.live_kids
         )  # fmt: skip
-        node = parent if parent is not None and grows else Node(fresh, parent, self._first_class, self.now)
+        node = parent if parent is not None and grows else Node([], parent, self._first_class, self.now)
         node.busy = owner
-        node_of.update(dict.fromkeys(fresh, node))
-        if len(node_of) - known != len(fresh):  # a key twice
-            fresh = list(dict.fromkeys(fresh))
-        if grows:
-            node.keys += fresh
-        else:
-            node.keys = fresh
+        node.keys += self.node_of.add(keys, node)
         self.note_ghosts(node)
         return node
 
@@ -124,7 +123,7 @@ class RadixTree:
         node.held -= upper.held
         node.parent = upper
         upper.live_kids = 1 if node.held or node.live_kids else 0
-        self.node_of.update(dict.fromkeys(upper.keys, upper))
+        self.node_of.move(upper.keys, upper)
         if not node.held:
             node.leave_cell()
         if upper.held < size:
@@ -159,7 +158,7 @@ class RadixTree:
         for node in (upper, lower):
             node.leave_cell()
         goes.leave_exposure()
-        self.node_of.update(dict.fromkeys(goes.keys, stays))
+        self.node_of.move(goes.keys, stays)
         stays.keys, stays.held = upper.keys + lower.keys, upper.held + lower.held
         goes.keys = []
         goes.held = goes.live_kids = 0
@@ -167,12 +166,12 @@ class RadixTree:
 
     def hold(self, keys: list[OffloadKey]) -> list[Node]:
         """Note that `keys` have blocks now, and return their nodes; an unknown key becomes a root of its own."""
-        node_of = self.node_of
+        find = self.node_of.get
         nodes: list[Node] = []
         at, total = 0, len(keys)
         while at < total:
             key = keys[at]
-            node = node_of.get(key)
+            node = find(key)
             if node is None:
                 node = self.append(None, (key,))
             held = node.held
@@ -237,8 +236,7 @@ class RadixTree:
                 self._ghosts[node] = None
             elif not node.live_kids:
                 surplus -= len(node.keys) - node.held
-                for key in node.keys[node.held :]:
-                    del self.node_of[key]
+                self.node_of.remove(node.keys[node.held :])
                 node.keys = node.keys[: node.held]
                 if not node.keys:
                     node.leave_exposure()
