@@ -193,9 +193,12 @@ def attach(key: str, sock: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> s
 
 def _taken(path: str) -> str:
     """Say what a path holds that must not be lost; ZeroMQ replaces whatever it finds."""
-    if path.startswith("@") or not Path(path).exists():
+    try:
+        if path.startswith("@") or not Path(path).exists():
+            return ""
+        if not Path(path).is_socket():
+            return "a file that is no socket is there"
+    except OSError:  # a folder that may not be looked into: binding says so
         return ""
-    if not Path(path).is_socket():
-        return "a file that is no socket is there"
     with socket.socket(socket.AF_UNIX) as probe:
         return "" if probe.connect_ex(path) else "another process listens there"

@@ -368,6 +368,15 @@ def test_a_path_where_another_feed_listens_is_refused_and_one_left_by_a_kill_is_
     assert not path.exists()
 
 
+def test_a_path_in_a_folder_that_may_not_be_looked_into_is_told_by_its_key(tmp_path, monkeypatch):
+    def refuse(_path, **_options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("kvoffload.events.lane.Path.exists", refuse)
+    with pytest.raises(ConfigError, match="^events.endpoint 'ipc://.*/no/feed' cannot be bound: .* may be written"):
+        FeedPublisher(EventsConfig(endpoint=f"ipc://{tmp_path}/no/feed", replay_endpoint=None))
+
+
 def test_a_taken_port_is_named_with_the_next_free_pair():
     with publisher() as feed:
         said = r" 'tcp://.*' cannot be bound: .*; port \d+ is taken, \d+ and \d+ are free"
