@@ -373,7 +373,7 @@ def test_a_path_in_a_folder_that_may_not_be_looked_into_is_told_by_its_key(tmp_p
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("kvoffload.events.lane.Path.exists", refuse)
-    with pytest.raises(ConfigError, match="^events.endpoint 'ipc://.*/no/feed' cannot be bound: .* may be written"):
+    with pytest.raises(ConfigError, match=r"^events.endpoint 'ipc://.*/no/feed' cannot be bound: .* may be written"):
         FeedPublisher(EventsConfig(endpoint=f"ipc://{tmp_path}/no/feed", replay_endpoint=None))
 
 
