@@ -17,10 +17,15 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path[:0] = [str(HERE), str(ROOT)]
 
-from panels import DASHBOARDS, Dashboard, Panel  # noqa: E402 - found through the path above
+from panels import Dashboard, Panel  # noqa: E402 - found through the path above
+from panels_cache import CACHE  # noqa: E402
+from panels_feed import FEED  # noqa: E402
+from panels_overview import OVERVIEW  # noqa: E402
+from panels_transfers import TRANSFERS  # noqa: E402
 
 from kvoffload.metrics.catalog import CATALOG  # noqa: E402
 
+DASHBOARDS = (OVERVIEW, CACHE, TRANSFERS, FEED)
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 PANEL_HEIGHT, STAT_HEIGHT = 8, 5
 
