@@ -112,7 +112,6 @@ def mean(name: str, **labels: str) -> str:
     return ratio(rate(name, "_sum", **labels), rate(name, "_count", **labels))
 
 
-ALWAYS_GREEN: tuple[tuple[float, str], ...] = ()
 ANY_IS_BAD = ((1e-9, RED),)
 
 HIT_RATIO = f"{rate('hit_tokens')} / {rate('prompt_tokens')}"

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -18,15 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 
 from kvoffload.chain import GroupLayout
-from kvoffload.config_errors import ENV_PREFIX, Places, config_error, shown, unknown_key
+from kvoffload.config_errors import Places, config_error, shown
+from kvoffload.config_sources import merge, read_env, read_file
 from kvoffload.config_values import SIZE, block_sizes, integer, items, real, size_in_bytes, switch
 from kvoffload.errors import ConfigError
-
-# What Kubernetes injects into every pod for a Service whose name starts with "kvoffload".
-_KUBERNETES_LINK = re.compile(
-    r".*((_|^)SERVICE_(HOST|PORT)(_\w+)?|(_|^)PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
-)
-
 
 Size = Annotated[
     int,
@@ -332,60 +325,11 @@ class OffloadConfig(_Model):
         if not isinstance(path, str | os.PathLike | None):
             raise ConfigError(f"path must be the path of a .toml or .json file; got {path!r}")
         values: dict[str, Any] = {}
-        file = _read_file(Path(path)) if path is not None else {}
-        variables = _read_env(cls, os.environ if env is None else env)
+        file = read_file(Path(path)) if path is not None else {}
+        variables = read_env(os.environ if env is None else env, cls.model_fields, EventsConfig.model_fields)
         for source in (file, variables, override):
-            _merge(values, source)
+            merge(values, source)
         try:
             return cls(**values)
         except ConfigError as error:
             raise Places(path, file, variables, override).tell(error) from None
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    if path.suffix not in (".toml", ".json"):
-        raise ConfigError(f"configuration file {path} must end in .toml or .json; rename it")
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except OSError as error:
-        why = error.strerror or error
-        raise ConfigError(f"{path} cannot be read: {why}; give the path of a .toml or .json file") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; correct it there") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a table of keys and values, such as gpu_block_size; got {shown(values)}")
-    return values
-
-
-def _read_env(model: type[BaseModel], env: Mapping[str, str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    events: dict[str, Any] = {}
-    for name, text in env.items():
-        rest = name.removeprefix(ENV_PREFIX)
-        if rest == name or _KUBERNETES_LINK.fullmatch(rest):
-            continue
-        if not isinstance(text, str):
-            raise ConfigError(f"{name} must be text, as all variables are; got {text!r}")
-        first, *below = rest.lower().split("__")
-        known = EventsConfig.model_fields if below and first == "events" else model.model_fields
-        leaf = below[0] if below and first == "events" else first
-        if len(below) > (first == "events") or leaf not in known:
-            raise ConfigError(f"{name}: {unknown_key('.'.join([first, *below]), known)}")
-        value = None if text.strip().lower() in ("none", "null") else text
-        if below:
-            events[leaf] = value
-        else:
-            values[first] = value
-    if events and ("events" not in values or switch(values["events"])):  # variables have no order: "off" is off
-        values["events"] = events
-    return values
-
-
-def _merge(values: dict[str, Any], source: Mapping[str, Any]) -> None:
-    for key, value in source.items():
-        below = values.get(key)
-        if isinstance(value, Mapping) and isinstance(below, dict):
-            _merge(below, value)
-        elif not (key == "events" and isinstance(below, dict) and switch(value)):  # "on" keeps what was said before
-            values[key] = dict(value) if isinstance(value, Mapping) else value
