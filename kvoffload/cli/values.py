@@ -128,9 +128,13 @@ def seconds(text: str) -> float:
 
 
 def endpoint(text: str) -> str:
-    """Read a ZeroMQ endpoint."""
+    """Read a ZeroMQ endpoint that another process can reach."""
     from kvoffload.events.settings import tcp_port
 
+    if text.startswith("inproc://"):
+        raise argparse.ArgumentTypeError(
+            f"must be tcp://host:port or ipc://path: inproc stays in a process; got {text!r}"
+        )
     return _checked(tcp_port, text)
 
 

@@ -63,6 +63,7 @@ MISTAKES = [
     ("run --feed-replay tcp://x:1", "--feed-replay", "tcp://x:1", "needs --feed ENDPOINT"),
     ("run --for dynamo", "--for dynamo", "needs --feed ENDPOINT"),
     ("run --feed tcp://a:1 --feed-replay tcp://a:1", "--feed and --feed-replay", "tcp://a:1", "of their own"),
+    ("run --feed inproc://a", "--feed", "'inproc://a'", "tcp://host:port or ipc://path"),
     ("run --feed tcp://192.0.2.1:9 --requests 1", "tcp://192.0.2.1:9", "cannot be bound", "an address of this host"),
     ("run --http 1", "--http", "'1'", "must be HOST:PORT, such as 127.0.0.1:9464"),
     ("run --http 192.0.2.1:9 --requests 1", "--http", "192.0.2.1:9", "give an address of this machine and a free port"),
