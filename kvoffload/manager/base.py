@@ -41,7 +41,7 @@ class RequestOutcome:
         now_seconds: Monotonic time of the end; None: policies count requests instead.
         output_tokens: Tokens generated.
         conversation_ended: The embedder knows that this conversation does not go on.
-        expected_return_seconds: The embedder's estimate of when the conversation's next request comes.
+        expected_return_seconds: The embedder's estimate of the seconds until the conversation's next request.
     """
 
     now_seconds: float | None = None

@@ -32,6 +32,12 @@ class Lease:
     ) -> LoadResult:
         """Load pinned blocks into explicit GPU blocks; a miss with a reason when the lease pins nothing any more.
 
+        Args:
+            blocks: GPU blocks per group, and the engine block at which each group begins.
+            timeout: Seconds for everything together; default `load_deadline_seconds`.
+            after: What must have happened before the destination may be overwritten: a CUDA event, or
+                `"host-visible"`.
+
         Raises:
             UsageError: The groups of `blocks` start at different tokens, or ids are out of range.
         """

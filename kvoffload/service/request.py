@@ -254,7 +254,16 @@ class OffloadRequest:
         conversation_ended: bool = False,
         expected_return_seconds: float | None = None,
     ) -> None:
-        """Say what is known about the request's end; policies use it when the request is left."""
+        """Say what is known about the request's end; policies use it when the request is left.
+
+        Args:
+            output_tokens: Tokens generated.
+            conversation_ended: No further request of this conversation comes.
+            expected_return_seconds: Seconds from now to the conversation's next request, as an estimate.
+
+        Raises:
+            UsageError: A value is no number.
+        """
         self._entered()
         self.engine.hint(
             self.id,

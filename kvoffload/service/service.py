@@ -195,7 +195,18 @@ class OffloadService:
         extra_keys: Sequence[tuple[Any, ...] | None] | None = None,
         block_hashes: Sequence[bytes] | None = None,
     ) -> BlockChain:
-        """Return a chain cut for this model; see `BlockChain`."""
+        """Return a chain cut for this model; see `BlockChain`.
+
+        Args:
+            token_ids: The prompt's tokens, each in [0, 2**32); more come with `extend`.
+            lora_name: Adapter name; other adapters make other keys.
+            cache_salt: Tenant salt; other salts make other keys.
+            extra_keys: Per hash block, what else identifies it (multimodal hashes).
+            block_hashes: The engine's own hash per hash block, instead of ours.
+
+        Raises:
+            UsageError: A token out of range, or a list of another length than the blocks.
+        """
         return BlockChain(
             self.engine.geometry.groups,
             token_ids,
