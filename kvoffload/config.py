@@ -192,13 +192,13 @@ class OffloadConfig(_Model):
     world_size: Integer = Field(default=1, ge=1)
     """Ranks that share the host memory."""
     eviction_policy: str = Field(default="lru", min_length=1)
-    """Name of the cache policy."""
+    """Cache policy: lru, arc, adaptive, or module.path:Class for your own."""
     store_threshold: Integer = Field(default=0, ge=0)
     """Requests that must have asked for a block before it is stored; 0 and 1 store everything."""
     max_tracker_size: Integer = Field(default=64_000, ge=1)
-    """Blocks that the reuse filter counts."""
+    """Blocks whose requests are counted for store_threshold."""
     spec_name: str = Field(default="CPUOffloadingSpec", min_length=1)
-    """Name of the offloading spec."""
+    """What makes manager and handlers: a registered name, or a class in spec_module_path."""
     spec_module_path: str | None = None
     """Module that holds a spec which is not registered."""
     model_name: str | None = None
@@ -210,7 +210,7 @@ class OffloadConfig(_Model):
     pending_wait_seconds: Seconds = 0.2
     """How long a load waits for blocks that are being written."""
     load_deadline_seconds: Seconds = 5.0
-    """How long a caller waits for a load's copy."""
+    """How long a caller waits for a load altogether; a copy that takes longer counts as hung."""
     store_deadline_seconds: Seconds = 30.0
     """How long a store's copy may take before it counts as hung."""
     lease_seconds: Seconds = 60.0
