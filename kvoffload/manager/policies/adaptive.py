@@ -89,7 +89,7 @@ class AdaptiveCachePolicy(IndexedPolicy):
         self.table = table
 
     def insert_blocks(self, keys: Sequence[OffloadKey], ids: Ids) -> None:
-        for node in self._tree.hold(list(keys)):
+        for node in self._tree.hold(tuple(keys)):
             self._place(node)
         self._note_held(ids)
 

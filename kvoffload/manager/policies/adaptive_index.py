@@ -51,12 +51,12 @@ class NodeIndex:
         for shard in self._shards:
             yield from shard.values()
 
-    def add(self, keys: Sequence[OffloadKey], node: Node) -> list[OffloadKey]:
+    def add(self, keys: Sequence[OffloadKey], node: Node) -> tuple[OffloadKey, ...]:
         """Take unknown keys, and return them, each once."""
         unique = dict.fromkeys(keys, node)
         self._size += len(unique)
         self._put(unique)
-        return list(unique)
+        return tuple(unique)
 
     def move(self, keys: Sequence[OffloadKey], node: Node) -> None:
         """Note that known keys are in `node` now."""

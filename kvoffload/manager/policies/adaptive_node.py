@@ -56,7 +56,7 @@ class Node:
     """A run of keys with one parent and no fork inside.
 
     Attributes:
-        keys: The run; the first `held` of them have blocks.
+        keys: The run; the first `held` of them have blocks. A tuple, which the garbage collector does not look into.
         parent: The node it continues; None at a root.
         live_kids: Children that hold a key, themselves or below.
         forks: Children ever that were part of a finished request.
@@ -76,7 +76,7 @@ class Node:
         "touched", "turn",
     )  # fmt: skip
 
-    def __init__(self, keys: list[OffloadKey], parent: Node | None, reuse: ReuseClass, now: float) -> None:
+    def __init__(self, keys: tuple[OffloadKey, ...], parent: Node | None, reuse: ReuseClass, now: float) -> None:
         self.keys = keys
         self.held = 0
         self.parent = parent

@@ -52,6 +52,7 @@ class RadixTree:
 
         Unknown keys get nodes (or lengthen the run that only `owner` uses), partial matches split.
         """
+        keys = tuple(keys)  # as runs are
         find = self.node_of.get
         known: int | None = None
         path: list[Node] = []
@@ -98,7 +99,7 @@ class RadixTree:
             parent is not None and owner is not None and parent.busy is owner
             and parent.touched < 0 and not parent.count and not parent.live_kids
         )  # fmt: skip
-        node = parent if parent is not None and grows else Node([], parent, self._first_class, self.now)
+        node = parent if parent is not None and grows else Node((), parent, self._first_class, self.now)
         node.busy = owner
         node.keys += self.node_of.add(keys, node)
         self.note_ghosts(node)
@@ -160,11 +161,11 @@ class RadixTree:
         goes.leave_exposure()
         self.node_of.move(goes.keys, stays)
         stays.keys, stays.held = upper.keys + lower.keys, upper.held + lower.held
-        goes.keys = []
+        goes.keys = ()
         goes.held = goes.live_kids = 0
         return stays
 
-    def hold(self, keys: list[OffloadKey]) -> list[Node]:
+    def hold(self, keys: tuple[OffloadKey, ...]) -> list[Node]:
         """Note that `keys` have blocks now, and return their nodes; an unknown key becomes a root of its own."""
         find = self.node_of.get
         nodes: list[Node] = []
