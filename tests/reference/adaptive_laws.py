@@ -8,7 +8,7 @@ from collections import Counter
 def check_adaptive(policy):
     """Assert every law of the tree, the cells, the ghosts and the shadow."""
     tree, table, blocks = policy._tree, policy._reuse, policy.blocks
-    nodes = set(tree.node_of.values())
+    nodes = tree.node_of.nodes()
     for node in nodes:
         assert node.keys
         assert all(tree.node_of[key] is node for key in node.keys), "a key's node holds it"
@@ -54,6 +54,6 @@ def check_adaptive(policy):
 def check_ghost_bound(policy):
     """Assert, at a request's end, that no more ghosts are remembered than the limit and what open requests need."""
     tree = policy._tree
-    nodes = set(tree.node_of.values())
+    nodes = tree.node_of.nodes()
     needed = sum(len(n.keys) - n.held for n in nodes if n.live_kids or (n.busy is not None and n.busy.open))
     assert len(tree.node_of) - len(policy.blocks) <= tree._max_ghosts + needed

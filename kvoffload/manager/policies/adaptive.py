@@ -170,8 +170,7 @@ class AdaptiveCachePolicy(IndexedPolicy):
         state = self._open.get(req_context.req_id)
         if state is None:
             return keys
-        find = self._tree.node_of.get
-        if any(find(key) is None for key in keys):
+        if self._tree.node_of.first_unknown(keys) is not None:
             self._learner.adopt(keys, state)
         if state.declined:
             admitted: list[OffloadKey] = []

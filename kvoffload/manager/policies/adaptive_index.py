@@ -1,12 +1,14 @@
 """`NodeIndex`: which node of the adaptive policy's tree a key is in, without the stalls of one large dict.
 
 A dict that grows is copied inside one insertion: tens of milliseconds with a million keys. So the index is in shards,
-as in `kvoffload.manager.block_table`; a small one is a single dict, which is asked directly.
+as in `kvoffload.manager.block_table`. And a dict of objects is looked through by the garbage collector, entry by entry:
+so the shards hold node numbers, plain ints, and a list has the nodes. A small index is a single dict of nodes, which is
+asked directly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from kvoffload.keys import OffloadKey
 from kvoffload.manager.block_table import make_shards
@@ -23,19 +25,21 @@ class NodeIndex:
         get: Returns the node of a key, None for an unknown one; an attribute, since it is asked most.
     """
 
-    __slots__ = ("_shards", "_shift", "_size", "get")
+    __slots__ = ("_free", "_nodes", "_shards", "_shift", "_size", "_small", "get")
 
     def __init__(self, num_keys: int) -> None:
-        raw, shift = make_shards(num_keys)
-        shards: tuple[dict[OffloadKey, Node], ...] = tuple({} for _ in raw)
-        self._shards, self._shift = shards, shift
+        self._shards, self._shift = make_shards(num_keys)
+        self._small: dict[OffloadKey, Node] | None = None
+        self._nodes: list[Node | None] = [None]  # by number; 0 is that of unknown keys
+        self._free: list[int] = []
         self._size = 0
         self.get: Callable[[OffloadKey], Node | None]
-        if len(shards) == 1:
-            self.get = shards[0].get
+        if len(self._shards) == 1:
+            self._small = {}
+            self.get = self._small.get
         else:
-            getters = tuple(shard.get for shard in shards)
-            self.get = lambda key: getters[hash(key) >> shift](key)
+            nodes, shift, getters = self._nodes, self._shift, tuple(shard.get for shard in self._shards)
+            self.get = lambda key: nodes[getters[hash(key) >> shift](key, 0)]
 
     def __len__(self) -> int:
         return self._size
@@ -44,45 +48,88 @@ class NodeIndex:
         return self.get(key) is not None
 
     def __getitem__(self, key: OffloadKey) -> Node:
-        return self._shards[hash(key) >> self._shift if len(self._shards) > 1 else 0][key]
+        node = self.get(key)
+        if node is None:
+            raise KeyError(key)
+        return node
 
-    def values(self) -> Iterator[Node]:
-        """Yield the node of each key, once for each."""
-        for shard in self._shards:
-            yield from shard.values()
+    def unknown_until(self, keys: Sequence[OffloadKey], at: int) -> int:
+        """Return the place of the first known key from place `at` on, or the number of keys."""
+        if self._small is not None:
+            small = self._small
+            return next((place for place in range(at, len(keys)) if keys[place] in small), len(keys))
+        shards, shift = self._shards, self._shift
+        for place in range(at, len(keys)):
+            key = keys[place]
+            if key in shards[hash(key) >> shift]:
+                return place
+        return len(keys)
+
+    def first_unknown(self, keys: Sequence[OffloadKey]) -> int | None:
+        """Return the place of the first unknown key; None when all are known."""
+        if self._small is not None:
+            small = self._small
+            return next((place for place, key in enumerate(keys) if key not in small), None)
+        shards, shift = self._shards, self._shift
+        for place, key in enumerate(keys):
+            if key not in shards[hash(key) >> shift]:
+                return place
+        return None
+
+    def nodes(self) -> set[Node]:
+        """Return every node that is kept here."""
+        return set(self._small.values()) if self._small is not None else {node for node in self._nodes if node}
 
     def add(self, keys: Sequence[OffloadKey], node: Node) -> tuple[OffloadKey, ...]:
         """Take unknown keys, and return them, each once."""
-        unique = dict.fromkeys(keys, node)
-        self._size += len(unique)
-        self._put(unique)
-        return tuple(unique)
+        fresh = dict.fromkeys(keys, node)
+        self._size += len(fresh)
+        if self._small is None:
+            self.move(tuple(fresh), node)
+        else:
+            self._small.update(fresh)
+        return tuple(fresh)
 
     def move(self, keys: Sequence[OffloadKey], node: Node) -> None:
         """Note that known keys are in `node` now."""
-        self._put(dict.fromkeys(keys, node))
+        if self._small is not None:
+            self._small.update(dict.fromkeys(keys, node))
+            return
+        number = node.number
+        if not number:
+            number = node.number = self._free.pop() if self._free else len(self._nodes)
+            if number == len(self._nodes):
+                self._nodes.append(node)
+            else:
+                self._nodes[number] = node
+        shards, shift = self._shards, self._shift
+        for key in keys:
+            shards[hash(key) >> shift][key] = number
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Forget known keys, each given once."""
         self._size -= len(keys)
-        shards, shift = self._shards, self._shift
-        if len(shards) == 1:
+        if self._small is not None:
             for key in keys:
-                del shards[0][key]
+                del self._small[key]
             return
+        shards, shift = self._shards, self._shift
         for key in keys:
             del shards[hash(key) >> shift][key]
 
+    def let_go(self, node: Node) -> None:
+        """Forget a node that has no keys any more."""
+        if node.number:
+            self._nodes[node.number] = None
+            self._free.append(node.number)
+            node.number = 0
+
     def clear(self) -> None:
-        """Forget every key."""
+        """Forget every key and node."""
         self._size = 0
+        if self._small is not None:
+            self._small.clear()
         for shard in self._shards:
             shard.clear()
-
-    def _put(self, nodes: dict[OffloadKey, Node]) -> None:
-        shards, shift = self._shards, self._shift
-        if len(shards) == 1:
-            shards[0].update(nodes)
-            return
-        for key, node in nodes.items():
-            shards[hash(key) >> shift][key] = node
+        del self._nodes[1:]
+        self._free.clear()

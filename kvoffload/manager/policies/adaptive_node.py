@@ -69,11 +69,12 @@ class Node:
         busy: The last request that touched it.
         cell: Eviction queue that it waits in.
         exposure: Queue in which its age is watched.
+        number: Its number in a large index; 0 without one.
     """
 
     __slots__ = (
-        "age_bin", "busy", "cell", "count", "exposure", "forks", "held", "keys", "live_kids", "parent", "reuse", "time",
-        "touched", "turn",
+        "age_bin", "busy", "cell", "count", "exposure", "forks", "held", "keys", "live_kids", "number", "parent",
+        "reuse", "time", "touched", "turn",
     )  # fmt: skip
 
     def __init__(self, keys: tuple[OffloadKey, ...], parent: Node | None, reuse: ReuseClass, now: float) -> None:
@@ -91,6 +92,7 @@ class Node:
         self.busy: RequestState | None = None
         self.cell: OrderedDict[Node, None] | None = None
         self.exposure: OrderedDict[Node, None] | None = None
+        self.number = 0
 
     def __repr__(self) -> str:
         return f"Node(keys={len(self.keys)}, held={self.held}, live_kids={self.live_kids}, count={self.count})"

@@ -115,7 +115,7 @@ class RequestLearner:
         """Hang unknown keys that a request offers (its answer's blocks) behind those before them."""
         find = self._tree.node_of.get
         for chain in group_chains(keys):
-            first = next((index for index, key in enumerate(chain) if find(key) is None), None)
+            first = self._tree.node_of.first_unknown(chain)
             if first is None:
                 continue
             group = chain[0][_GROUP_SUFFIX]
@@ -138,11 +138,11 @@ class RequestLearner:
         prospects = state.prospects
         if prospects is None:
             prospects = state.prospects = self._prospects(state)
-        node_of = self._tree.node_of
+        find = self._tree.node_of.get
         last: Node | None = None
         for index, key in enumerate(keys):
-            node = node_of[key]
-            if node is last:
+            node = find(key)
+            if node is last or node is None:
                 continue
             last = node
             prospect = prospects.get(node)

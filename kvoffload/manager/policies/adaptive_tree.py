@@ -62,9 +62,7 @@ class RadixTree:
             key = keys[at]
             node = find(key)
             if node is None:
-                end = at + 1
-                while end < total and find(keys[end]) is None:
-                    end += 1
+                end = self.node_of.unknown_until(keys, at + 1)
                 node = self.append(previous, keys[at:end], owner)
                 known = at if known is None else known
                 at = end
@@ -162,6 +160,7 @@ class RadixTree:
         self.node_of.move(goes.keys, stays)
         stays.keys, stays.held = upper.keys + lower.keys, upper.held + lower.held
         goes.keys = ()
+        self.node_of.let_go(goes)
         goes.held = goes.live_kids = 0
         return stays
 
@@ -241,6 +240,7 @@ class RadixTree:
                 node.keys = node.keys[: node.held]
                 if not node.keys:
                     node.leave_exposure()
+                    self.node_of.let_go(node)
 
     def clear(self) -> None:
         """Forget every key."""
