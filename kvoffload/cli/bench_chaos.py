@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the chaos and report; 1 when something was violated."""
     from kvoffload.simulate.chaos.driver import ChaosDriver
 
+    new_loop = loop_factory(args)
     log = logging.getLogger("kvoffload.service")
     level = log.level
     log.setLevel(logging.CRITICAL)  # faults are the point here
@@ -47,7 +48,6 @@ def run(args: argparse.Namespace) -> int:
 
     driver = ChaosDriver(args.seed, note)
     began, cpu = time.perf_counter(), time.process_time()
-    new_loop = loop_factory(args)
     try:
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(driver.run(args.ops))

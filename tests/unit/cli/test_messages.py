@@ -3,6 +3,7 @@
 Each case is a line, and the words that its message must hold: the key as written, the value, what is right.
 """
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -155,6 +156,7 @@ def test_a_package_that_is_not_installed_is_named_with_its_remedy(monkeypatch, c
     monkeypatch.setitem(sys.modules, "uvloop", None)
     assert main(["bench", "chaos", "--ops", "1", "--uvloop"]) == 1
     assert "'uvloop' is not installed: pip install 'kvoffload[uvloop]'" in capsys.readouterr().err
+    assert logging.getLogger("kvoffload.service").level == logging.NOTSET, "the log is silent during the chaos only"
 
 
 @pytest.mark.parametrize(
