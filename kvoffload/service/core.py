@@ -6,7 +6,6 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from kvoffload.chain import BlockChain
 from kvoffload.errors import ClosedError
@@ -79,19 +78,20 @@ class LeaseState:
     ended: str | None = None
 
 
-class FirstLook(NamedTuple):
-    """What a request found at its first look-up: ready blocks, then pending ones, then why each further one missed."""
+FirstLook = tuple[int, int, tuple[str, ...]]
+"""What a request found at its first look-up: ready blocks, then pending ones, then why each further one missed.
 
-    ready: int
-    pending: int
-    causes: Sequence[str]
+Thousands are remembered, so it is a plain tuple: the garbage collector soon looks into it no more.
+"""
 
-    def at(self, index: int) -> str | None:
-        """Return what was found at one block; None for a block that the chain did not have yet."""
-        if index < self.ready + self.pending:
-            return "ready" if index < self.ready else "pending"
-        missed = index - self.ready - self.pending
-        return self.causes[missed] if missed < len(self.causes) else None
+
+def found_at(look: FirstLook, index: int) -> str | None:
+    """Return what was found at one block; None for a block that the chain did not have yet."""
+    ready, pending, causes = look
+    if index < ready + pending:
+        return "ready" if index < ready else "pending"
+    missed = index - ready - pending
+    return causes[missed] if missed < len(causes) else None
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +120,7 @@ class RequestState:
     outcome: RequestOutcome | None = None
     jobs: dict[JobId, Job] = field(default_factory=dict)
     leases: dict[JobId, LeaseState] = field(default_factory=dict)
-    found: list[FirstLook] = field(default_factory=list)
+    found: tuple[FirstLook, ...] = ()
 
     @property
     def over(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 
 from kvoffload.errors import TransferError, UsageError
 from kvoffload.keys import OffloadKey
@@ -17,6 +18,12 @@ from kvoffload.transfer.base import HOST_VISIBLE, Ready, TransferResult
 
 _Signature = tuple[OffloadKey, int, tuple[int, ...]]
 """Last key, first token and GPU blocks: loads that agree in these move the same bytes to the same place."""
+
+
+@lru_cache(maxsize=4096)
+def _shared(*looks: FirstLook) -> tuple[FirstLook, ...]:
+    """Return one object for all requests that found alike: what thousands keep, the garbage collector looks at."""
+    return looks
 
 
 class LoadDesk:
@@ -54,22 +61,25 @@ class LoadDesk:
         request.touched = True
         core, chain, context = self._core, request.chain, request.context
         everything: list[OffloadKey] = []
+        looks: list[FirstLook] = []
         for group_idx in range(len(core.geometry.groups)):
             keys = chain.keys(group_idx)
             everything += keys
             found = core.manager.lookup_prefix(keys, context)
             causes = self._causes(keys[found.ready + found.pending :])
-            request.found.append(FirstLook(found.ready, found.pending, causes))
+            looks.append((found.ready, found.pending, causes))
             if group_idx == 0:
                 self._book(request, keys, found, causes)
         core.manager.touch(everything, context)
+        whole = all(not causes for _, _, causes in looks)
+        request.found = _shared(*looks) if whole else tuple(looks)
 
-    def _causes(self, missed: Sequence[OffloadKey]) -> list[str]:
+    def _causes(self, missed: Sequence[OffloadKey]) -> tuple[str, ...]:
         """Return why each of `missed` is not found."""
         if not missed:
-            return []
+            return ()
         cause, held = self._core.history.cause, self._core.manager.held(missed)
-        return ["unreachable" if key in held else cause(key) for key in missed]
+        return tuple("unreachable" if key in held else cause(key) for key in missed)
 
     def _book(self, request: RequestState, keys: Sequence[OffloadKey], found: Match, causes: Sequence[str]) -> None:
         core, hits = self._core, found.ready

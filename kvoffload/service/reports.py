@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvoffload.keys import OffloadKey
 from kvoffload.service.board import TransferBoard
-from kvoffload.service.core import Core, FirstLook
+from kvoffload.service.core import Core, FirstLook, found_at
 from kvoffload.service.jobs import JobState
 from kvoffload.service.results import BlockReport, Stats
 
@@ -28,7 +28,7 @@ def explain(core: Core, per_group: Sequence[Sequence[OffloadKey]], looks: Sequen
             if not found.ready and not found.pending:
                 fate = core.history.fate(key)
                 state, age = (fate[0], now - fate[1]) if fate else ("never offered", None)
-            first = looks[group_idx].at(index) if looks else None
+            first = found_at(looks[group_idx], index) if looks else None
             reports.append(BlockReport(index * group.factor, group_idx, state, age, first))
     return reports
 

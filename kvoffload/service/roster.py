@@ -26,7 +26,8 @@ class Roster:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._open: dict[str, RequestState] = {}
-        self._recent: OrderedDict[str, tuple[Keys, Sequence[FirstLook]]] = OrderedDict()
+        self._recent: OrderedDict[str, Keys] = OrderedDict()
+        self._looks: dict[str, tuple[FirstLook, ...]] = {}  # of the recent ones
         self._recent_keys = 0
 
     def __len__(self) -> int:
@@ -88,7 +89,8 @@ class Roster:
         request_id = request.context.req_id or ""
         del self._open[request_id]
         request.finished = True
-        per_group = [tuple(request.chain.keys(group_idx)) for group_idx in range(len(core.geometry.groups))]
+        groups = range(len(core.geometry.groups))
+        per_group = tuple(tuple(request.chain.keys(group_idx)) for group_idx in groups)
         outcome = request.outcome or RequestOutcome()
         if outcome.now_seconds is None:
             outcome = replace(outcome, now_seconds=core.clock())
@@ -96,16 +98,16 @@ class Roster:
         core.flush_events()
         self._remember(request_id, per_group, request.found)
 
-    def _remember(self, request_id: str, per_group: Keys, found: Sequence[FirstLook]) -> None:
+    def _remember(self, request_id: str, per_group: Keys, found: tuple[FirstLook, ...]) -> None:
         recent = self._recent
-        before, _ = recent.pop(request_id, ((), ()))
-        self._recent_keys += sum(map(len, per_group)) - sum(map(len, before))
-        recent[request_id] = per_group, found
+        self._recent_keys += sum(map(len, per_group)) - sum(map(len, recent.pop(request_id, ())))
+        recent[request_id], self._looks[request_id] = per_group, found
         while len(recent) > RECENT_REQUESTS or (self._recent_keys > RECENT_KEYS and len(recent) > 1):
-            _, (dropped, _) = recent.popitem(last=False)
+            oldest, dropped = recent.popitem(last=False)
+            del self._looks[oldest]
             self._recent_keys -= sum(map(len, dropped))
 
-    def look_back(self, request_id: str) -> tuple[Keys, Sequence[FirstLook]]:
+    def look_back(self, request_id: str) -> tuple[Keys, tuple[FirstLook, ...]]:
         """Return the keys per group of an open or recent request, and what its first look-up found.
 
         Raises:
@@ -118,4 +120,4 @@ class Roster:
         recent = self._recent.get(request_id)
         if recent is None:
             raise UsageError(f"request {request_id!r} is not known: open ones and the last {RECENT_REQUESTS} are")
-        return recent
+        return recent, self._looks[request_id]
