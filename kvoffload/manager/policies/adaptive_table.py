@@ -22,6 +22,7 @@ _PRIOR_HAZARD = 0.06
 _KIND_WEIGHT = 240.0
 _SCAN_SHARE = 0.125
 _RERANK_REQUESTS = 50
+_AGED_AT_ONCE = 4096
 _RERANKS_AT_ONCE = 64
 
 
@@ -124,34 +125,43 @@ class ReuseTable:
     def advance(self, now: float) -> None:
         """Move the clock: nodes that outlived their bin enter the next one.
 
-        A bin waits an eighth of its width for its next scan, and a node moves by one bin in a call.
+        A bin waits an eighth of its width for its next scan, and a node moves by one bin in a call. When more are due
+        than one call may move, as after a burst of keys without a request, the next calls move the others.
         """
         self.now = now
         if now < self._next_due:
             return
         due = self._due
         bins = [index for index in range(BINS - 2, -1, -1) if now >= due[index]]
+        left = _AGED_AT_ONCE
         for index in bins:
-            due[index] = now + (EDGES_SECONDS[index + 1] - EDGES_SECONDS[index]) * _SCAN_SHARE
+            if left > 0:
+                left -= self._age_bin(index, now - EDGES_SECONDS[index + 1], left)
+            if left > 0:
+                due[index] = now + (EDGES_SECONDS[index + 1] - EDGES_SECONDS[index]) * _SCAN_SHARE
         self._next_due = min(due)
-        for index in bins:
-            limit = now - EDGES_SECONDS[index + 1]
-            for cell, watched, reuse in self._queues[index]:
-                while cell:
-                    node = next(iter(cell))
-                    if node.time > limit:
-                        break
-                    del cell[node]
-                    node.age_bin = index + 1
-                    self._enter(node, reuse, index + 1)
-                if watched and next(iter(watched)).time <= limit:
-                    self._age_exposures(reuse, index, limit)
 
-    def _age_exposures(self, reuse: ReuseClass, index: int, limit: float) -> None:
+    def _age_bin(self, index: int, limit: float, most: int) -> int:
+        """Move nodes that are not younger than `limit` to the next bin, up to `most`; return how many it were."""
+        left = most
+        for cell, watched, reuse in self._queues[index]:
+            while cell and left > 0:
+                node = next(iter(cell))
+                if node.time > limit:
+                    break
+                del cell[node]
+                node.age_bin = index + 1
+                self._enter(node, reuse, index + 1)
+                left -= 1
+            if watched and left > 0 and next(iter(watched)).time <= limit:
+                left -= self._age_exposures(reuse, index, limit, left)
+        return most - left
+
+    def _age_exposures(self, reuse: ReuseClass, index: int, limit: float, most: int) -> int:
         watched = reuse.exposures[index]
         following = reuse.exposures[index + 1] if index + 1 < BINS - 1 else None
-        blocks = 0
-        while watched:
+        blocks = moved = 0
+        while watched and moved < most:
             node = next(iter(watched))
             if node.time > limit:
                 break
@@ -160,10 +170,12 @@ class ReuseTable:
             if following is not None:
                 following[node] = None
             blocks += len(node.keys)
+            moved += 1
         weight = blocks * self.weight
         reuse.exposed[index + 1] += weight
         for margin in reuse.margins:
             margin.exposed[index + 1] += weight
+        return moved
 
     def rerank(self) -> None:
         """Note that a request ended: every so many of them all ranks are computed anew, a limited number in each call.
