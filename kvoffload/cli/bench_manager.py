@@ -26,7 +26,7 @@ import numpy as np
 from kvoffload.cli.bench_manager_peers import Keys, OrderedDictPeer, OwnPeer, Peer, VllmPeer, load_vllm
 from kvoffload.cli.main import OK
 from kvoffload.cli.report import print_json, print_table
-from kvoffload.cli.values import add_json, add_repeat, add_seed, policies, positive, some_of
+from kvoffload.cli.values import add_json, add_repeat, add_seed, add_skip_bad_lines, policies, positive, some_of
 from kvoffload.keys import OffloadKey
 from kvoffload.simulate.workload import Workload
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options."""
     add = parser.add_argument
     add("traces", nargs="*", type=Path, metavar="TRACE", help="request traces, replayed too (default built-in chats)")
-    add("--skip-bad-lines", action="store_true", help="go on after a trace line that cannot be used, and count it")
+    add_skip_bad_lines(parser)
     add("--blocks", type=positive, default=1_000_000, metavar="N", help="blocks in the cache (default 1000000)")
     add(
         "--policy", "--policies", type=policies, default="lru,arc", metavar="POLICY,...",

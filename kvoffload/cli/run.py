@@ -22,6 +22,7 @@ from pathlib import Path
 from kvoffload.cli.values import (
     Capacity,
     add_json,
+    add_workload,
     address,
     capacity,
     endpoint,
@@ -78,19 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="engine blocks in an offloaded block (default 1)",
     )
     add(
-        "--store-step",
-        type=positive,
-        default=16,
-        metavar="N",
-        help="blocks computed and offered at a time (default 16)",
-    )
-    add(
-        "--partial-blocks",
-        choices=("drop", "keep"),
-        default="drop",
-        help="a prompt's unfinished last block: real engines do not offer it (default drop)",
-    )
-    add(
         "--prefill-rate", type=positive, default=10_000, metavar="N",
         help="tokens per second of a prefill that a hit saves: the simulated one only writes bytes (default 10000)",
     )  # fmt: skip
@@ -108,8 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="check each loaded block's bytes (default on)",
     )
     add("--seed", type=whole, default=0, metavar="N", help="seed of the built-in chats (default 0)")
-    add("--requests", type=positive, metavar="N", help="stop after N requests (default all of a trace, 2000 built-in)")
-    add("--skip-bad-lines", action="store_true", help="go on after a trace line that cannot be used, and count it")
+    add_workload(parser)
     add(
         "--workers",
         type=natural,

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvoffload.cli.progress import progress_bar
-from kvoffload.cli.values import Capacity, add_json, capacity, listed, positive, whole
+from kvoffload.cli.values import Capacity, add_json, add_workload, capacity, listed, positive, whole
 from kvoffload.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -67,26 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="hint given at each request's end; may be repeated (default none)",
     )
     add(
-        "--partial-blocks",
-        choices=("drop", "keep"),
-        default="drop",
-        help="a prompt's unfinished last block: real engines do not offer it (default drop)",
-    )
-    add(
         "--metric",
         choices=("prefix", "block"),
         default="prefix",
         help="which hits the table and the plot show (default prefix)",
     )
-    add(
-        "--store-step",
-        type=positive,
-        default=16,
-        metavar="N",
-        help="blocks computed and offered at a time (default 16)",
-    )
-    add("--requests", type=positive, metavar="N", help="stop after N requests (default all of a trace, 2000 built-in)")
-    add("--skip-bad-lines", action="store_true", help="go on after a trace line that cannot be used, and count it")
+    add_workload(parser)
     add("--seed", type=whole, default=0, metavar="N", help="seed of the built-in chats and of the hints (default 0)")
     add("--processes", "--jobs", type=positive, metavar="N", help="processes (default as many as there are CPUs)")
     add_json(parser, "print a JSON list")

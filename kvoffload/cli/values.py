@@ -85,6 +85,28 @@ def add_repeat(parser: argparse.ArgumentParser, default: int, *aliases: str) -> 
     )  # fmt: skip
 
 
+def add_skip_bad_lines(parser: argparse.ArgumentParser) -> None:
+    """Add `--skip-bad-lines` to a command that reads traces."""
+    parser.add_argument(
+        "--skip-bad-lines", action="store_true", help="go on after a trace line that cannot be used, and count it"
+    )
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how the requests of a trace are served."""
+    add = parser.add_argument
+    add(
+        "--store-step", type=positive, default=16, metavar="N",
+        help="blocks computed and offered at a time (default 16)",
+    )  # fmt: skip
+    add(
+        "--partial-blocks", choices=("drop", "keep"), default="drop",
+        help="a prompt's unfinished last block: real engines do not offer it (default drop)",
+    )  # fmt: skip
+    add("--requests", type=positive, metavar="N", help="stop after N requests (default all of a trace, 2000 built-in)")
+    add_skip_bad_lines(parser)
+
+
 def add_seed(parser: argparse.ArgumentParser) -> None:
     """Add `--seed` to a benchmark."""
     parser.add_argument("--seed", type=whole, default=0, metavar="N", help="seed of what is random (default 0)")

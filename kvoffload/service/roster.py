@@ -27,7 +27,7 @@ class Roster:
         self._core = core
         self._open: dict[str, RequestState] = {}
         self._recent: OrderedDict[str, Keys] = OrderedDict()
-        self._looks: dict[str, tuple[FirstLook, ...]] = {}  # of the recent ones
+        self._looks: dict[str, tuple[FirstLook, ...]] = {}  # of the recent ones; a pair would be one more object each
         self._recent_keys = 0
 
     def __len__(self) -> int:
